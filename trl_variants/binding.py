@@ -1,0 +1,187 @@
+"""A component bound to its parameters, and the workspace of named inputs that it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_variants.components.masked import at_last_token, masked_sum, select
+from trl_variants.data import Advantages, ClipResult
+from trl_variants.declaration import ComponentInfo
+from trl_variants.errors import VariantError
+from trl_variants.registry import Owner
+from trl_variants.slots import SLOTS
+
+__all__ = ["Bound", "States", "Workspace"]
+
+#: The state of stateful components, by "slot.name".
+States = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A component in a slot, with its parameters and its owner."""
+
+    slot: str
+    info: ComponentInfo
+    parameters: Mapping[str, Any]
+    owner: Owner
+
+    @property
+    def name(self) -> str:
+        """The component's name."""
+        return self.info.name
+
+    @property
+    def key(self) -> str:
+        """Where this component's state is kept."""
+        return f"{self.slot}.{self.info.name}"
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.name}({arguments})" if arguments else self.name
+
+
+class Workspace:
+    """The named inputs of one call of a recipe, and the calling of components with them.
+
+    Rewards are kept as a scalar per completion plus terms per token, so that a component that names ``rewards`` sees
+    the tokens' terms summed in, one that names ``token_rewards`` sees the scalar on the last policy token, and nobody
+    can miss what was placed the other way.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], states: States | None = None) -> None:
+        self.inputs: dict[str, Any] = dict(inputs)
+        self.states: dict[str, dict[str, Any]] = dict(states or {})
+        self.outputs: list[tuple[Bound, Any]] = []
+        self._token_terms: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "token_rewards":
+            placed = at_last_token(self.inputs["rewards"], self.mask)
+            return placed if self._token_terms is None else placed + self._token_terms
+        value = self.inputs.get(name)
+        if name == "rewards" and self._token_terms is not None:
+            return value + masked_sum(self._token_terms, self.mask, dim=1)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.inputs[name] = value
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, T) or (B, T) bool."""
+        mask: Tensor = self.inputs["mask"]
+        return mask
+
+    def set_rewards(self, value: Tensor) -> None:
+        """Replace the rewards by (N,) scalars or (N, T) token rewards."""
+        if value.dim() == 1:
+            self.inputs["rewards"], self._token_terms = value, None
+        else:
+            self.inputs["rewards"], self._token_terms = torch.zeros_like(value[:, 0]), select(value, self.mask)
+
+    def reshape_rewards(self, bound: Bound) -> None:
+        """Run a component that changes rewards; one that names none of them returns a term to add."""
+        result = self.call(bound)
+        if "rewards" in bound.info.inputs or "token_rewards" in bound.info.inputs:
+            self.set_rewards(result)
+        elif result.dim() == 1:
+            self.inputs["rewards"] = self.inputs["rewards"] + result
+        else:
+            self._token_terms = result if self._token_terms is None else self._token_terms + result
+
+    def call(self, bound: Bound) -> Any:
+        """Call a component with the inputs that it names, and check what it returns."""
+        arguments = {}
+        for name in bound.info.inputs:
+            value = self.states.get(bound.key, {}) if name == "state" else self[name]
+            if value is None and bound.info.needs(name):
+                raise VariantError(f"{bound.slot} '{bound.name}' needs {name}, and there is none here.")
+            arguments[name] = value
+        own = {name: bound.parameters[name] for name in bound.info.parameters}
+        try:
+            result = bound.info.function(*arguments.values(), **own)
+        except VariantError:
+            raise
+        except Exception as error:
+            raise VariantError(f"{bound.slot} '{bound.name}' ({bound.owner}) failed: {error}") from error
+        if "state" in bound.info.inputs:
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+                raise VariantError(f"{bound.slot} '{bound.name}' names state, so it must return (output, new_state).")
+            result, self.states[bound.key] = result
+        result = _checked(bound, result, self.inputs.get("mask"))
+        self.outputs.append((bound, result))
+        return result
+
+    def require_finite(self) -> None:
+        """Raise a `VariantError` that names the first value that is not finite at a valid place."""
+        for name, value in self.inputs.items():
+            if name in _NAMED_BY_CALLER and not _finite(value, self.mask):
+                raise VariantError(f"{name} holds a value that is not finite at a position that counts.")
+        for bound, result in self.outputs:
+            for value in (result.loss,) if isinstance(result, ClipResult) else _tensors(result):
+                if not _finite(value, self.mask):
+                    raise VariantError(
+                        f"{bound.slot} '{bound.name}' ({bound.owner}) made a value that is not finite at a position "
+                        "that counts."
+                    )
+
+
+def _checked(bound: Bound, result: Any, mask: Tensor | None) -> Any:
+    """Check the type and shape of what a component returned."""
+    where = f"{bound.slot} '{bound.name}' ({bound.owner})"
+    if bound.slot == "kl_controller":
+        if isinstance(result, bool) or not isinstance(result, (int, float)):
+            raise VariantError(f"{where} returned {type(result).__name__}; it must return a number.")
+        return float(result)
+    if bound.slot == "clip_rule":
+        if not isinstance(result, ClipResult):
+            raise VariantError(f"{where} returned {type(result).__name__}; it must return a ClipResult.")
+        _check_shape(where, result.loss, bound.slot, mask)
+        return result
+    if bound.slot == "advantage_estimator":
+        result = result if isinstance(result, Advantages) else Advantages(result)
+        _check_shape(where, result.advantages, bound.slot, mask)
+        return result
+    _check_shape(where, result, bound.slot, mask)
+    return result
+
+
+def _check_shape(where: str, value: Any, slot: str, mask: Tensor | None) -> None:
+    if not isinstance(value, Tensor):
+        raise VariantError(f"{where} returned {type(value).__name__}; it must return a tensor.")
+    rows, tokens = mask.shape if mask is not None else (0, 0)
+    sizes = {"": (), "N": (rows,), "NT": (rows, tokens), "N1": (rows, 1)}
+    wanted = [sizes[shape] for shape in SLOTS[slot].shapes]
+    if tuple(value.shape) not in wanted:
+        raise VariantError(
+            f"{where} returned a tensor of shape {tuple(value.shape)}; expected {' or '.join(map(str, wanted))}."
+        )
+
+
+#: Inputs that the caller provides and that must be finite; log-probs of the engine may be NaN where it has none.
+_NAMED_BY_CALLER = (
+    "log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "entropies",
+    "values",
+    "old_values",
+    "returns",
+    "advantages",
+)
+
+
+def _tensors(result: Any) -> tuple[Any, ...]:
+    return (result.advantages, result.returns) if isinstance(result, Advantages) else (result,)
+
+
+def _finite(value: Any, mask: Tensor) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return True
+    return bool((select(value, mask) if value.shape == mask.shape else value).isfinite().all())

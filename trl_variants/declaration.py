@@ -1,0 +1,227 @@
+"""``@component``: what a function must be to fill a slot, and how its parameters are bound.
+
+A component is a pure function. Its positional parameters name the inputs that it needs, injected by name; one with the
+default ``None`` is used where it is there and does without where not. Its keyword-only parameters are its
+hyper-parameters, each with a type and a default. The decorator returns the function unchanged, so that it stays an
+ordinary callable.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, TypeVar, overload
+
+from trl_variants.errors import VariantError, did_you_mean, listing
+
+__all__ = ["ComponentInfo", "Parameter", "component", "info_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Check = Callable[[Any], "bool | str"]
+_ATTRIBUTE = "__trl_variants_component__"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A hyper-parameter of a component: its name, type and default."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    def convert(self, value: Any, where: str) -> Any:
+        """Return ``value`` as this parameter's type, or raise a `VariantError` that names the key.
+
+        A string from YAML such as ``1e-6`` becomes a number; a bool is not taken for a number.
+        """
+        # Imported here: pydantic is needed only when something is bound, and the package must import quickly.
+        from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+        wanted = _type_name(self.annotation)
+        if isinstance(value, bool) and bool not in _members(self.annotation):
+            raise VariantError(f"{where} must be {wanted}, not {value!r}.")
+        try:
+            converted = TypeAdapter(self.annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(
+                value
+            )
+        except ValidationError as error:
+            raise VariantError(f"{where} must be {wanted}, not {value!r}.") from error
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise VariantError(f"{where} must be finite, not {value!r}.")
+        return converted
+
+
+@dataclass(frozen=True)
+class ComponentInfo:
+    """What ``@component`` knows about a function. See `component` for the fields."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    optional_inputs: frozenset[str]
+    parameters: Mapping[str, Parameter]
+    paper: str | None = None
+    formula: str | None = None
+    check: Check | None = None
+    min_generations: int = 1
+    group_centred: bool = False
+    batch_statistic: bool = False
+    length_weighted: bool = False
+    level: Literal["token", "sequence", "one"] = "token"
+    after_kl: bool = False
+
+    def needs(self, name: str) -> bool:
+        """Whether this component cannot run without the input ``name``."""
+        return name in self.inputs and name not in self.optional_inputs
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    def bind(self, slot: str, given: Mapping[str, Any], extra: Mapping[str, float]) -> dict[str, Any]:
+        """Fill in defaults, convert types and run ``check``.
+
+        Args:
+            slot: Name of the slot, for messages.
+            given: Parameters by name, from a variant or a config.
+            extra: Parameters that the slot adds, with their defaults.
+
+        Returns:
+            Every parameter of the component and of its slot, by name.
+        """
+        known = {**self.parameters, **{name: Parameter(name, float, default) for name, default in extra.items()}}
+        for name in given:
+            if name not in known:
+                raise VariantError(
+                    f"{slot} '{self.name}' has no parameter '{name}'.{did_you_mean(name, known)}"
+                    + ("" if did_you_mean(name, known) else f" It has: {listing(known)}.")
+                )
+        bound = {
+            name: parameter.convert(given[name], f"{slot} '{self.name}': {name}")
+            if name in given
+            else parameter.default
+            for name, parameter in known.items()
+        }
+        verdict = self.check(SimpleNamespace(**bound)) if self.check else True
+        if verdict is not True:
+            raise VariantError(f"{slot} '{self.name}': {verdict or 'its parameters are out of range'}.")
+        return bound
+
+
+@overload
+def component(function: F, /) -> F: ...
+
+
+@overload
+def component(
+    *,
+    name: str | None = None,
+    paper: str | None = None,
+    formula: str | None = None,
+    check: Check | None = None,
+    min_generations: int = 1,
+    group_centred: bool = False,
+    batch_statistic: bool = False,
+    length_weighted: bool = False,
+    level: Literal["token", "sequence", "one"] = "token",
+    after_kl: bool = False,
+) -> Callable[[F], F]: ...
+
+
+def component(function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
+    """Declare that a function is a component.
+
+    Args:
+        function: The function, when the decorator is used bare.
+        name: Name in configs; the function's own by default.
+        paper: Address of the paper.
+        formula: What it computes, in LaTeX; ``{parameter}`` stands for a parameter's value.
+        check: Takes an object with the bound parameters as attributes; returns True, or what is wrong.
+        min_generations: Least completions per prompt with which it makes sense.
+        group_centred: A group of equal rewards gives exactly 0.
+        batch_statistic: Depends by definition on the micro-batch or the step, so the cut may change it.
+        length_weighted: Means to weigh sequences by their length.
+        level: For importance ratios: one per token, one per sequence, or the constant one.
+        after_kl: For reward shapers: runs after KL entered the reward.
+
+    Raises:
+        VariantError: The signature is not that of a component.
+
+    Example:
+        >>> @component(paper="https://arxiv.org/abs/1707.06347")
+        ... def halve(advantages, *, factor: float = 0.5):
+        ...     return factor * advantages
+        >>> halve(4.0)
+        2.0
+        >>> info_of(halve).inputs, dict(info_of(halve).parameters)["factor"].default
+        (('advantages',), 0.5)
+    """
+
+    def decorate(target: F) -> F:
+        setattr(target, _ATTRIBUTE, _inspect(target, name or target.__name__, declared))
+        return target
+
+    return decorate if function is None else decorate(function)
+
+
+def info_of(target: object) -> ComponentInfo:
+    """Return what ``@component`` recorded, or raise a `VariantError`."""
+    info = getattr(target, _ATTRIBUTE, None)
+    if not isinstance(info, ComponentInfo):
+        raise VariantError(f"{target!r} is not a component. Put @component above its definition.")
+    return info
+
+
+def _inspect(target: Callable[..., Any], name: str, declared: Mapping[str, Any]) -> ComponentInfo:
+    try:
+        signature = inspect.signature(target, eval_str=True)
+    except NameError as error:
+        raise VariantError(f"component '{name}': its annotations cannot be read ({error}).") from error
+    inputs: list[str] = []
+    optional: set[str] = set()
+    parameters: dict[str, Parameter] = {}
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise VariantError(f"component '{name}' takes *{p.name}; name its inputs and parameters one by one.")
+        if p.kind is p.KEYWORD_ONLY:
+            if p.default is p.empty or p.annotation is p.empty:
+                raise VariantError(f"component '{name}': parameter '{p.name}' needs a type and a default.")
+            parameters[p.name] = Parameter(p.name, p.annotation, p.default)
+            continue
+        if p.default is None:
+            optional.add(p.name)
+        elif p.default is not p.empty:
+            raise VariantError(
+                f"component '{name}': '{p.name}' has a default, so it is a parameter; put it after a bare *."
+            )
+        inputs.append(p.name)
+    return ComponentInfo(
+        name=name,
+        function=target,
+        inputs=tuple(inputs),
+        optional_inputs=frozenset(optional),
+        parameters=MappingProxyType(parameters),
+        **declared,
+    )
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself; the types of a Literal's values."""
+    arguments = getattr(annotation, "__args__", None)
+    if getattr(annotation, "__origin__", None) is Literal:
+        return tuple(type(value) for value in arguments or ())
+    return tuple(m for a in arguments for m in _members(a)) if arguments else (annotation,)
+
+
+def _type_name(annotation: Any) -> str:
+    if getattr(annotation, "__origin__", None) is Literal:
+        return "one of " + ", ".join(repr(value) for value in annotation.__args__)
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string", type(None): "null"}
+    arguments = getattr(annotation, "__args__", None)
+    if arguments and getattr(annotation, "__origin__", None) is None:
+        return " or ".join(_type_name(a) for a in arguments)
+    return names.get(annotation, str(annotation))

@@ -1,0 +1,107 @@
+"""A rehearsal: the recipe run once on a tiny made-up batch, so that what cannot run is found before a model is loaded.
+
+It finds wrong shapes and types, components that return nothing, and a loss per sequence that an aggregator would weigh
+by length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trl_variants.binding import Workspace
+from trl_variants.data import Batch, Rollout, Totals
+from trl_variants.errors import VariantError
+
+if TYPE_CHECKING:
+    from trl_variants.recipe import Recipe
+
+__all__ = ["rehearse"]
+
+_TOKENS = 3
+
+
+def rehearse(recipe: Recipe) -> None:
+    """Run the recipe on a made-up rollout and micro-batch; raise a `VariantError` if it cannot run."""
+    recipe.advantages(_rollout(max(2, recipe.min_generations)))
+    batch = _batch()
+    recipe.loss(batch)
+    clip = Workspace(batch.tensors())
+    clip["log_ratio"] = clip.call(recipe.importance_ratio)
+    clip["token_weights"] = torch.ones(2, 1)
+    per_sequence = clip.call(recipe.clip_rule).loss.shape[1] == 1
+    declared = recipe.clip_rule.info.length_weighted or recipe.loss_aggregator.info.length_weighted
+    if per_sequence and not declared and _weighs_by_length(recipe, batch):
+        raise VariantError(
+            f"importance_ratio '{recipe.importance_ratio.name}' makes one loss per sequence, and loss_aggregator "
+            f"'{recipe.loss_aggregator.name}' would weigh it by the sequence's length. Use loss_aggregator: "
+            "seq_mean_token_mean, or importance_ratio: sequence_token."
+        )
+
+
+def _weighs_by_length(recipe: Recipe, batch: Batch) -> bool:
+    """Whether the same loss on every token gives a longer completion more weight."""
+    x = Workspace(batch.tensors())
+    losses = torch.ones(batch.mask.shape, requires_grad=True)
+    x["per_token_loss"] = losses
+    (gradient,) = torch.autograd.grad(x.call(recipe.loss_aggregator), losses)
+    weight = gradient.sum(1)
+    return not torch.allclose(weight, weight[:1].expand_as(weight))
+
+
+def _rollout(generations: int) -> Rollout:
+    """Two groups; rewards differ inside each, and lengths too."""
+    rows = 2 * generations
+    mask = torch.ones(rows, _TOKENS, dtype=torch.bool)
+    mask[::2, 2:] = False
+    rewards = torch.arange(rows) % 3 / 2
+    log_probs = -torch.linspace(0.5, 1.5, rows * _TOKENS).view(rows, _TOKENS)
+    return Rollout(
+        rewards=rewards,
+        scored=torch.ones(rows, dtype=torch.bool),
+        rewards_per_func=rewards[:, None],
+        reward_weights=torch.ones(1),
+        reward_names=_AnyName(),
+        group_ids=torch.arange(rows) // generations,
+        mask=mask,
+        lengths=mask.sum(1),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        has_eos=torch.ones(rows, dtype=torch.bool),
+        max_length=10_000,
+        log_probs=log_probs,
+        ref_log_probs=log_probs - 0.1,
+        sampling_log_probs=log_probs + 0.1,
+        values=log_probs.exp(),
+        final_values=torch.zeros(rows),
+    )
+
+
+class _AnyName(tuple[str, ...]):
+    """Names of reward functions before they are known: each is taken for the first."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def index(self, *_: object) -> int:  # type: ignore[override]
+        return 0
+
+
+def _batch() -> Batch:
+    """Two completions, of one token and of three."""
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    log_probs = -torch.linspace(0.5, 1.5, 2 * _TOKENS).view(2, _TOKENS)
+    return Batch(
+        log_probs=log_probs.clone().requires_grad_(),
+        mask=mask,
+        advantages=torch.tensor([[1.0], [-1.0]]),
+        totals=Totals.of(mask),
+        old_log_probs=log_probs + 0.05,
+        ref_log_probs=log_probs - 0.1,
+        sampling_log_probs=log_probs + 0.1,
+        entropies=torch.full((2, _TOKENS), 0.5),
+        values=torch.full((2, _TOKENS), 0.1),
+        old_values=torch.zeros(2, _TOKENS),
+        returns=torch.ones(2, _TOKENS),
+        rewards=torch.ones(2),
+    )

@@ -1,0 +1,286 @@
+"""From a variant's name and a config's overrides to a `Recipe`: all validation, and its messages.
+
+Nothing here loads a model. What `resolve` accepts can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from trl_variants.binding import Bound
+from trl_variants.declaration import info_of
+from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.recipe import BoundKL, Recipe
+from trl_variants.registry import Owner, Registry, check_inputs, load_registry
+from trl_variants.rehearsal import rehearse
+from trl_variants.slots import SLOTS
+from trl_variants.variant import INHERIT, KL, Use, Variant
+
+__all__ = ["apply_overrides", "flatten", "is_off", "resolve"]
+
+#: Slots that a variant and its overrides name directly; the three KL slots are named inside ``kl``.
+VARIANT_SLOTS = tuple(name for name in SLOTS if not name.startswith("kl_"))
+SETTINGS = ("critic", "sampling")
+OVERRIDES = (*VARIANT_SLOTS, "kl", *SETTINGS)
+KL_KEYS = tuple(f.name for f in fields(KL))
+
+
+def resolve(
+    variant: str | Variant, overrides: Mapping[str, Any] | None = None, registry: Registry | None = None
+) -> Recipe:
+    """Bind every slot of a variant.
+
+    Args:
+        variant: Name of a registered variant, or a `Variant`.
+        overrides: By slot, as in a config: ``{slot: name}``, ``{slot: {name: ..., param: ...}}``, ``{slot: {param:
+            ...}}``, a list for slots that take several, or null, ``none``, false or [] to switch a slot off.
+        registry: Where names are looked up; `load_registry()` when left out.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        VariantError: Something is unknown, misspelt, out of range or does not fit together.
+
+    Example:
+        >>> recipe = resolve("grpo", {"clip_rule": {"epsilon_high": 0.28}})
+        >>> recipe.clip_rule.parameters["epsilon_low"], recipe.clip_rule.parameters["epsilon_high"]
+        (0.2, 0.28)
+    """
+    registry = registry or load_registry()
+    flat = apply_overrides(flatten(variant, registry), overrides or {})
+    missing = [slot for slot in VARIANT_SLOTS if not SLOTS[slot].optional and getattr(flat, slot) is INHERIT]
+    if missing:
+        raise VariantError(
+            f"variant '{flat.name}' has no {missing[0]}. Set it, or let the variant extend one that has it."
+        )
+    lists = {slot: _bind_list(slot, getattr(flat, slot), registry) for slot in VARIANT_SLOTS}
+    recipe = Recipe(
+        variant=flat,
+        sample_filters=lists["sample_filter"],
+        reward_shapers=lists["reward_shaper"],
+        kl=_bind_kl(flat, registry),
+        advantage_estimator=lists["advantage_estimator"][0],
+        advantage_normalizers=lists["advantage_normalizer"],
+        importance_ratio=lists["importance_ratio"][0],
+        clip_rule=lists["clip_rule"][0],
+        token_weights=lists["token_weight"],
+        regularizers=lists["regularizer"],
+        loss_aggregator=lists["loss_aggregator"][0],
+    )
+    _check_across(recipe)
+    rehearse(recipe)
+    return recipe
+
+
+def flatten(variant: str | Variant, registry: Registry) -> Variant:
+    """Follow ``extends`` to the end, and fill in what no variant said."""
+    flat = registry.variant(variant) if isinstance(variant, str) else variant
+    if not isinstance(flat, Variant):
+        raise VariantError(f"variant must be a name or a Variant, not {type(variant).__name__}.")
+    seen = [flat.name]
+    while flat.extends:
+        parent = registry.variant(flat.extends)
+        if parent.name in seen:
+            raise VariantError(f"variant '{flat.name}' extends itself: {' -> '.join([*seen, parent.name])}.")
+        seen.append(parent.name)
+        flat = flat.over(parent)
+    defaults: dict[str, Any] = {slot: () for slot in VARIANT_SLOTS if SLOTS[slot].many}
+    defaults |= {"token_weight": "rollout_correction", "kl": None, "critic": None, "sampling": "mask"}
+    defaults |= {"num_generations": None, "num_iterations": 1, "max_updates_per_rollout": None}
+    return replace(flat, **{name: value for name, value in defaults.items() if getattr(flat, name) is INHERIT})
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value switches a slot off: None, False, an empty list, or ``none``."""
+    if isinstance(value, str):
+        return value.lower() in ("none", "null", "off")
+    return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
+
+
+# -- overrides ----------------------------------------------------------------------------------------------------------
+
+
+def apply_overrides(variant: Variant, overrides: Mapping[str, Any]) -> Variant:
+    """Return the variant with a config's overrides applied."""
+    if not isinstance(overrides, Mapping):
+        raise VariantError(f"variant_overrides must be a mapping by slot, not {type(overrides).__name__}.")
+    changes: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if key not in OVERRIDES:
+            inside = f" Write kl: {{{key.removeprefix('kl_')}: ...}}." if key.startswith("kl_") else ""
+            raise VariantError(
+                f"variant_overrides has no key '{key}'.{inside or did_you_mean(key, OVERRIDES)} "
+                f"Keys: {listing(OVERRIDES)}."
+            )
+        if key == "kl":
+            changes[key] = _override_kl(variant, value)
+        elif key in SETTINGS:
+            changes[key] = None if is_off(value) else value
+        else:
+            changes[key] = _override_slot(key, value, _as_list(getattr(variant, key)))
+    return replace(variant, **changes)
+
+
+def _override_slot(slot: str, value: Any, current: Sequence[Any]) -> Any:
+    if is_off(value) and not (slot == "importance_ratio" and isinstance(value, str)):
+        return ()
+    if isinstance(value, (list, tuple)):
+        if not SLOTS[slot].many:
+            raise VariantError(f"{slot} takes one component, not a list.")
+        return tuple(_override_one(slot, item, current) for item in value)
+    return _override_one(slot, value, current)
+
+
+def _override_one(slot: str, value: Any, current: Sequence[Any]) -> Any:
+    """One component as a config writes it: a name, or a mapping with or without a name."""
+    if isinstance(value, (str, Use)) or callable(value):
+        return value
+    if not isinstance(value, Mapping):
+        raise VariantError(f"{slot} must be a name or a mapping, not {value!r}.")
+    uses = [_as_use(item) for item in current]
+    name = value.get("name")
+    if name is None:
+        if len(uses) != 1:
+            raise VariantError(
+                f"{slot} holds {len(uses)} components here, so the override must say which: {{name: ...}}."
+            )
+        name = uses[0].component
+    # The variant's own component keeps the variant's parameters; another one starts from its defaults.
+    same = [use for use in uses if use.component == name]
+    kept = same[0].parameters if same else {}
+    return Use(name, {**kept, **{key: item for key, item in value.items() if key != "name"}})
+
+
+def _override_kl(variant: Variant, value: Any) -> KL | None:
+    if is_off(value):
+        return None
+    if isinstance(value, KL):
+        return value
+    if not isinstance(value, Mapping):
+        raise VariantError(f"kl must be a mapping with the keys {listing(KL_KEYS)}, or none; not {value!r}.")
+    for key in value:
+        if key not in KL_KEYS:
+            raise VariantError(f"kl has no key '{key}'.{did_you_mean(key, KL_KEYS)} Keys: {listing(KL_KEYS)}.")
+    base = {} if is_off(variant.kl) else {key: getattr(variant.kl, key) for key in KL_KEYS}
+    absent = [key for key in ("estimator", "placement", "coef") if key not in {**base, **value}]
+    if absent:
+        raise VariantError(f"variant '{variant.name}' has no KL of its own, so kl must also set {listing(absent)}.")
+    parts = {
+        key: _override_one(f"kl_{key}", item, [base[key]] if key in base else [])
+        if key in ("estimator", "placement", "controller")
+        else item
+        for key, item in value.items()
+    }
+    return KL(**{**base, **parts})
+
+
+# -- binding ------------------------------------------------------------------------------------------------------------
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is INHERIT or value is None or value is False:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _as_use(value: str | Callable[..., Any] | Use) -> Use:
+    return value if isinstance(value, Use) else Use(value)
+
+
+def _bind_list(slot: str, value: Any, registry: Registry) -> tuple[Bound, ...]:
+    items = _as_list(value)
+    if slot == "importance_ratio":
+        items = items or ["none"]
+    elif len(items) == 1 and is_off(items[0]):
+        items = []
+    if not items and not SLOTS[slot].optional:
+        raise VariantError(f"{slot} cannot be switched off. Registered: {listing(sorted(registry.components(slot)))}.")
+    if len(items) > 1 and not SLOTS[slot].many:
+        raise VariantError(f"{slot} takes one component, not a list.")
+    bound = tuple(_bind(slot, item, registry) for item in items)
+    names = [b.name for b in bound]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise VariantError(f"{slot} lists '{twice[0]}' more than once.")
+    return bound
+
+
+def _bind(slot: str, value: Any, registry: Registry) -> Bound:
+    if not (isinstance(value, (str, Use)) or callable(value)):
+        raise VariantError(f"{slot} must be a name, a component or use(...), not {value!r}.")
+    use = _as_use(value)
+    if isinstance(use.component, str):
+        registered = registry.component(slot, use.component)
+        info, owner = registered.info, registered.owner
+    else:
+        info = info_of(use.component)
+        check_inputs(SLOTS[slot], info)
+        module = str(getattr(use.component, "__module__", "?"))
+        owner = Owner(module, module, "")
+    return Bound(slot, info, info.bind(slot, use.parameters, SLOTS[slot].parameters), owner)
+
+
+def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
+    kl = variant.kl
+    if is_off(kl):
+        return None
+    if not isinstance(kl, KL):
+        raise VariantError(f"kl of variant '{variant.name}' must be KL(...) or none, not {kl!r}.")
+    try:
+        coef = float(kl.coef)
+    except (TypeError, ValueError) as error:
+        raise VariantError(f"kl: coef must be a number, not {kl.coef!r}.") from error
+    if not 0 <= coef < float("inf") or isinstance(kl.coef, bool):
+        raise VariantError(f"kl: coef must be a number of at least 0, not {kl.coef!r}.")
+    if coef == 0:
+        return None
+    placement = _as_use(kl.placement)
+    if kl.weighted is not False:
+        placement = Use(placement.component, {**placement.parameters, "weighted": kl.weighted})
+    return BoundKL(
+        estimator=_bind("kl_estimator", kl.estimator, registry),
+        placement=_bind("kl_placement", placement, registry),
+        controller=_bind("kl_controller", kl.controller, registry),
+        coef=coef,
+    )
+
+
+# -- checks across slots ------------------------------------------------------------------------------------------------
+
+
+def _check_across(recipe: Recipe) -> None:
+    variant = recipe.variant
+    if variant.critic not in (None, "separate", "shared"):
+        raise VariantError(f"critic must be 'separate', 'shared' or none, not {variant.critic!r}.")
+    if variant.sampling not in (None, "mask"):
+        hint = " Dynamic resampling is not part of this release." if variant.sampling == "resample" else ""
+        raise VariantError(f"sampling must be 'mask', not {variant.sampling!r}.{hint}")
+    for bound in recipe.components:
+        if variant.critic is None and any(bound.info.needs(n) for n in ("values", "old_values", "returns")):
+            need = next(n for n in ("values", "old_values", "returns") if bound.info.needs(n))
+            raise VariantError(f"{bound.slot} '{bound.name}' needs {need}, and variant '{variant.name}' has no critic.")
+    if variant.critic and not recipe.needs("values"):
+        raise VariantError(f"variant '{variant.name}' has a critic, and no component reads its values.")
+    kl = recipe.kl
+    weighted = bool(kl and kl.placement.parameters.get("weighted"))
+    if kl and kl.estimator.name == "k1" and not kl.in_reward and not weighted:
+        raise VariantError(
+            "kl_estimator 'k1' in the loss has an expected gradient of zero, so it would not hold the policy to the "
+            "reference. Use kl: {weighted: true}, kl: {estimator: k2}, or a placement in the reward."
+        )
+    reads_ratio = "log_ratio" in recipe.clip_rule.info.inputs
+    if recipe.importance_ratio.info.level == "one":
+        if reads_ratio:
+            raise VariantError(
+                f"clip_rule '{recipe.clip_rule.name}' clips a ratio, and importance_ratio "
+                f"'{recipe.importance_ratio.name}' fixes it at 1. Use clip_rule: policy_gradient, or "
+                "importance_ratio: token."
+            )
+    elif not reads_ratio and not weighted:
+        raise VariantError(
+            f"importance_ratio '{recipe.importance_ratio.name}' has no effect: clip_rule '{recipe.clip_rule.name}' "
+            "reads no ratio. Use importance_ratio: none, or another clip_rule."
+        )
