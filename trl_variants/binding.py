@@ -64,8 +64,8 @@ class Workspace:
         if name == "token_rewards":
             placed = at_last_token(self.inputs["rewards"], self.mask)
             return placed if self._token_terms is None else placed + self._token_terms
-        value = self.inputs.get(name)
-        if name == "rewards" and self._token_terms is not None:
+        value: Any = self.inputs.get(name)
+        if name == "rewards" and value is not None and self._token_terms is not None:
             return value + masked_sum(self._token_terms, self.mask, dim=1)
         return value
 

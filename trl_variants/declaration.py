@@ -100,12 +100,9 @@ class ComponentInfo:
                     f"{slot} '{self.name}' has no parameter '{name}'.{did_you_mean(name, known)}"
                     + ("" if did_you_mean(name, known) else f" It has: {listing(known)}.")
                 )
-        bound = {
-            name: parameter.convert(given[name], f"{slot} '{self.name}': {name}")
-            if name in given
-            else parameter.default
-            for name, parameter in known.items()
-        }
+        bound = {name: parameter.default for name, parameter in known.items()}
+        for name, value in given.items():
+            bound[name] = known[name].convert(value, f"{slot} '{self.name}': {name}")
         verdict = self.check(SimpleNamespace(**bound)) if self.check else True
         if verdict is not True:
             raise VariantError(f"{slot} '{self.name}': {verdict or 'its parameters are out of range'}.")

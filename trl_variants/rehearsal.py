@@ -83,7 +83,7 @@ class _AnyName(tuple[str, ...]):
     def __contains__(self, name: object) -> bool:
         return True
 
-    def index(self, *_: object) -> int:  # type: ignore[override]
+    def index(self, *_: object) -> int:
         return 0
 
 

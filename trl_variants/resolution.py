@@ -100,7 +100,7 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
 
 
-# -- overrides ----------------------------------------------------------------------------------------------------------
+# -- overrides -------------------------------------------------------------------------------
 
 
 def apply_overrides(variant: Variant, overrides: Mapping[str, Any]) -> Variant:
@@ -177,7 +177,7 @@ def _override_kl(variant: Variant, value: Any) -> KL | None:
     return KL(**{**base, **parts})
 
 
-# -- binding ------------------------------------------------------------------------------------------------------------
+# -- binding ---------------------------------------------------------------------------------
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -248,16 +248,15 @@ def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
     )
 
 
-# -- checks across slots ------------------------------------------------------------------------------------------------
+# -- checks across slots ---------------------------------------------------------------------
 
 
 def _check_across(recipe: Recipe) -> None:
     variant = recipe.variant
     if variant.critic not in (None, "separate", "shared"):
         raise VariantError(f"critic must be 'separate', 'shared' or none, not {variant.critic!r}.")
-    if variant.sampling not in (None, "mask"):
-        hint = " Dynamic resampling is not part of this release." if variant.sampling == "resample" else ""
-        raise VariantError(f"sampling must be 'mask', not {variant.sampling!r}.{hint}")
+    if variant.sampling != "mask":
+        raise VariantError(f"sampling must be 'mask', not {variant.sampling!r}; resampling is not in this release.")
     for bound in recipe.components:
         if variant.critic is None and any(bound.info.needs(n) for n in ("values", "old_values", "returns")):
             need = next(n for n in ("values", "old_values", "returns") if bound.info.needs(n))

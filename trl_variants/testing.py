@@ -98,7 +98,9 @@ def make_batch(
     """
     advantages = _tensor(advantages)
     given = {"log_probs": log_probs, "old_log_probs": old_log_probs, **tensors}
-    values = {name: _tensor(value) for name, value in given.items() if value is not None and name not in _PLAIN}
+    values: dict[str, Any] = {
+        name: _tensor(value) for name, value in given.items() if value is not None and name not in _PLAIN
+    }
     plain = {name: given[name] for name in _PLAIN if name in given}
     if mask is None:
         width = max([1, *(_width(v) for v in (*values.values(), advantages))])

@@ -1,4 +1,4 @@
-r"""TRL 1.16's own defaults, number for number: what `GRPOTrainer` and `RLOOTrainer` train, for comparison and migration.
+r"""TRL 1.16's own defaults, number for number: what its trainers train, for comparison and migration.
 
 They differ from the papers in the sample's standard deviation with 1e-4 added, in leaving the rounding error of
 constant groups (0.7 eight times gives 6e-4), in a k3 that is multiplied by the ratio, and in counting fully masked
