@@ -195,7 +195,7 @@ def gae(
     Example:
         >>> result = gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.1, 0.2, 0.3]]), torch.ones(1, 3))
         >>> result.advantages, result.returns
-        (tensor([[0.8267, 0.7650, 0.7000]]), tensor([[0.9267, 0.9650, 1.0000]]))
+        (tensor([[0.8267, 0.7650, 0.7000]]), tensor([[0.9268, 0.9650, 1.0000]]))
     """
     rewards, v, mask = select(token_rewards, mask), select(values, mask), mask.bool()
     next_value = torch.zeros_like(v[:, 0])

@@ -1,0 +1,119 @@
+"""The private names of TRL that this package builds on, checked against the installed version when it is imported."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+
+import trl
+from packaging.version import Version
+
+from trl_variants.errors import VariantError
+
+__all__ = ["VISION_INPUTS", "check_trl"]
+
+SUPPORTED = (Version("1.16"), Version("1.17"))
+
+#: Methods that are overridden or called, with the parameters that are relied on, in order.
+METHODS = {
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_get_per_token_logps_and_entropies": (
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ),
+}
+
+#: Attributes that GRPOTrainer's constructor must set.
+ATTRIBUTES = (
+    "_buffered_inputs",
+    "_logs",
+    "_metrics",
+    "_step",
+    "aux_loss_enabled",
+    "eos_token_ids",
+    "max_completion_length",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "ref_model",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_weights",
+    "router_aux_loss_coef",
+    "temperature",
+)
+
+#: Parameters of GRPOTrainer's constructor, which VariantTrainer passes on by name.
+CONSTRUCTOR = (
+    "model",
+    "reward_funcs",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "processing_class",
+    "reward_processing_classes",
+    "callbacks",
+    "optimizers",
+    "quantization_config",
+    "peft_config",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+)
+
+
+def check_trl(trainer: type = trl.GRPOTrainer, installed: str | None = None) -> None:
+    """Raise a `VariantError` if the installed TRL is not the one that this package was written for.
+
+    Args:
+        trainer: The class to look at.
+        installed: Its version; the installed one by default.
+    """
+    installed = installed or version("trl")
+    low, high = SUPPORTED
+    if not low <= Version(installed) < high:
+        raise VariantError(
+            f"trl {installed} is installed; trl-variants works with trl >= {low}, < {high}. "
+            f"Run: pip install 'trl>={low},<{high}'"
+        )
+    for name, expected in METHODS.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            raise _changed(installed, f"{trainer.__name__}.{name} is gone")
+        found = tuple(inspect.signature(method).parameters)
+        if found[: len(expected)] != expected:
+            raise _changed(installed, f"{trainer.__name__}.{name} takes {found[1:]}, expected {expected[1:]}")
+    found = tuple(inspect.signature(trainer.__init__).parameters)[1:]
+    if found != CONSTRUCTOR:
+        raise _changed(installed, f"{trainer.__name__}'s constructor takes {found}, expected {CONSTRUCTOR}")
+    source = inspect.getsource(trainer.__init__)
+    for name in ATTRIBUTES:
+        if f"self.{name} =" not in source:
+            raise _changed(installed, f"{trainer.__name__} no longer sets self.{name}")
+
+
+def _changed(installed: str, what: str) -> VariantError:
+    return VariantError(
+        f"trl {installed}: {what}. trl-variants builds on it; install the trl version that it was released for."
+    )
+
+
+check_trl()
+
+#: Inputs of multimodal models, which TRL's scoring forward takes besides the tokens.
+VISION_INPUTS = tuple(
+    name
+    for name in inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    if name not in METHODS["_get_per_token_logps_and_entropies"]
+)

@@ -1,0 +1,89 @@
+"""The reference: the policy as it was handed over, frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
+
+__all__ = ["Reference"]
+
+_ADAPTER = "reference"
+
+
+class Reference:
+    """The model that KL is measured against, in the cheapest form that is exact.
+
+    - A model that is trained whole: a frozen copy of it. (TRL loads it anew by path, which is wrong for a model object
+      whose weights were changed, and fails for one without a path.)
+    - A new LoRA adapter, which starts as zero: the model with the adapter switched off.
+    - Any other adapter: a frozen copy of the adapter, never optimized and never saved.
+    """
+
+    def __init__(self, trainer: Any, peft_config: Any | None) -> None:
+        self._trainer = trainer
+        self.model: nn.Module | None = None
+        self.adapter: str | None = None
+        policy = trainer.model
+        if not is_peft_model(policy):
+            self.model = _prepared(trainer, _frozen_copy(trainer, policy))
+        elif getattr(peft_config, "init_lora_weights", None) not in (True, "gaussian"):
+            self.adapter = _copy_adapter(policy)
+
+    @contextmanager
+    def scored(self) -> Iterator[nn.Module]:
+        """The model to score with, while the context lasts."""
+        if self.model is not None:
+            yield self.model
+            return
+        with use_adapter(self._trainer.accelerator.unwrap_model(self._trainer.model), adapter_name=self.adapter):
+            yield self._trainer.model
+
+
+def _frozen_copy(trainer: Any, policy: nn.Module) -> nn.Module:
+    args = trainer.args
+    if is_deepspeed_zero3_enabled():
+        # Parameters are partitioned already, so there is no whole copy to take: load it as TRL does.
+        kwargs = {"dtype": policy.dtype, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        reference = create_model_from_path(get_config_model_id(policy.config), **{**kwargs, "device_map": None})
+    else:
+        reference = copy.deepcopy(policy)
+        # The copy's forward still runs the policy: TRL patched it as a method of that instance.
+        reference.__dict__.pop("forward", None)
+    add_fused_lm_head(reference, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
+    return reference.requires_grad_(False).eval()
+
+
+def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
+    if trainer.is_deepspeed_enabled:
+        return prepare_deepspeed(reference, trainer.accelerator)
+    if trainer.is_fsdp_enabled:
+        return prepare_fsdp(reference, trainer.accelerator)
+    return trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+
+def _copy_adapter(policy: Any) -> str:
+    """Add a frozen copy of the active adapter, and keep it out of what is saved."""
+    trained = policy.active_adapter
+    config = copy.deepcopy(policy.peft_config[trained])
+    if getattr(config, "init_lora_weights", None) is not None:
+        config.init_lora_weights = False  # some ways to initialize would change the base weights once more
+    policy.add_adapter(_ADAPTER, config)
+    for name, parameter in policy.named_parameters():
+        if f".{trained}." in name or name.endswith(f".{trained}"):
+            twin = name.replace(f".{trained}", f".{_ADAPTER}")
+            policy.get_parameter(twin).data.copy_(parameter.data)
+    policy.set_adapter(trained)
+    for name, parameter in policy.named_parameters():
+        if f".{_ADAPTER}" in name:
+            parameter.requires_grad_(False)
+    policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[trained])
+    return _ADAPTER
