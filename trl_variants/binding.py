@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_variants.components.masked import at_last_token, masked_sum, select
-from trl_variants.data import Advantages, ClipResult
+from trl_variants.data import FINITE, Advantages, ClipResult
 from trl_variants.declaration import ComponentInfo
 from trl_variants.errors import VariantError
 from trl_variants.registry import Owner
@@ -91,7 +91,7 @@ class Workspace:
         if "rewards" in bound.info.inputs or "token_rewards" in bound.info.inputs:
             self.set_rewards(result)
         elif result.dim() == 1:
-            self.inputs["rewards"] = self.inputs["rewards"] + result
+            self.inputs["rewards"] = self.inputs["rewards"] + result.to(self.inputs["rewards"].dtype)
         else:
             self._token_terms = result if self._token_terms is None else self._token_terms + result
 
@@ -121,7 +121,7 @@ class Workspace:
     def require_finite(self) -> None:
         """Raise a `VariantError` that names the first value that is not finite at a valid place."""
         for name, value in self.inputs.items():
-            if name in _NAMED_BY_CALLER and not _finite(value, self.mask):
+            if name in FINITE and not _finite(value, self.mask):
                 raise VariantError(f"{name} holds a value that is not finite at a position that counts.")
         for bound, result in self.outputs:
             for value in (result.loss,) if isinstance(result, ClipResult) else _tensors(result):
@@ -138,15 +138,22 @@ def _checked(bound: Bound, result: Any, mask: Tensor | None) -> Any:
     if bound.slot == "kl_controller":
         if isinstance(result, bool) or not isinstance(result, (int, float)):
             raise VariantError(f"{where} returned {type(result).__name__}; it must return a number.")
+        if not 0 <= result < float("inf"):
+            raise VariantError(f"{where} returned {result}; a coefficient is finite and not negative.")
         return float(result)
     if bound.slot == "clip_rule":
         if not isinstance(result, ClipResult):
             raise VariantError(f"{where} returned {type(result).__name__}; it must return a ClipResult.")
         _check_shape(where, result.loss, bound.slot, mask)
+        for name in ("low", "high", "dual"):
+            if getattr(result, name) is not None:
+                _check_shape(f"{where}: {name}", getattr(result, name), bound.slot, mask)
         return result
     if bound.slot == "advantage_estimator":
         result = result if isinstance(result, Advantages) else Advantages(result)
         _check_shape(where, result.advantages, bound.slot, mask)
+        if result.returns is not None and (mask is None or result.returns.shape != mask.shape):
+            raise VariantError(f"{where} returned returns of shape {tuple(result.returns.shape)}; expected (N, T).")
         return result
     _check_shape(where, result, bound.slot, mask)
     return result
@@ -162,19 +169,6 @@ def _check_shape(where: str, value: Any, slot: str, mask: Tensor | None) -> None
         raise VariantError(
             f"{where} returned a tensor of shape {tuple(value.shape)}; expected {' or '.join(map(str, wanted))}."
         )
-
-
-#: Inputs that the caller provides and that must be finite; log-probs of the engine may be NaN where it has none.
-_NAMED_BY_CALLER = (
-    "log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "entropies",
-    "values",
-    "old_values",
-    "returns",
-    "advantages",
-)
 
 
 def _tensors(result: Any) -> tuple[Any, ...]:

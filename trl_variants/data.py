@@ -97,6 +97,19 @@ class Totals:
         )
 
 
+#: Inputs that must be finite where a token counts.
+FINITE = (
+    "log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "entropies",
+    "values",
+    "old_values",
+    "returns",
+    "advantages",
+)
+
+
 class _Tensors:
     """Checks and cleaning that `Rollout` and `Batch` share."""
 
@@ -247,6 +260,11 @@ class Batch(_Tensors):
         self._clean(*per_token, "old_values", "returns", "advantages")
         if self.old_log_probs is None:
             self._set("old_log_probs", self.log_probs.detach())
+
+    def is_finite(self) -> Tensor:
+        """0-dim bool: whether everything that must be finite is. An engine's log-probs may be NaN."""
+        given = (getattr(self, name) for name in FINITE)
+        return torch.stack([value.detach().isfinite().all() for value in given if value is not None]).all()
 
     def tensors(self) -> dict[str, Any]:
         """The inputs that a component may name, by name."""

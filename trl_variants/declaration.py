@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, TypeVar, overload
+from dataclasses import dataclass, fields
+from types import MappingProxyType, SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
 from trl_variants.errors import VariantError, did_you_mean, listing
 
@@ -109,6 +109,10 @@ class ComponentInfo:
         return bound
 
 
+_SEEN = ("name", "function", "inputs", "optional_inputs", "parameters")
+_DECLARATIONS = tuple(f.name for f in fields(ComponentInfo) if f.name not in _SEEN)
+
+
 @overload
 def component(function: F, /) -> F: ...
 
@@ -157,6 +161,13 @@ def component(function: F | None = None, /, *, name: str | None = None, **declar
         >>> info_of(halve).inputs, dict(info_of(halve).parameters)["factor"].default
         (('advantages',), 0.5)
     """
+
+    for key in declared:
+        if key not in _DECLARATIONS:
+            raise VariantError(
+                f"@component has no argument '{key}'.{did_you_mean(key, _DECLARATIONS)} "
+                f"Arguments: name, {listing(_DECLARATIONS)}."
+            )
 
     def decorate(target: F) -> F:
         setattr(target, _ATTRIBUTE, _inspect(target, name or target.__name__, declared))
@@ -208,17 +219,16 @@ def _inspect(target: Callable[..., Any], name: str, declared: Mapping[str, Any])
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The types of a union, or the type itself; the types of a Literal's values."""
-    arguments = getattr(annotation, "__args__", None)
-    if getattr(annotation, "__origin__", None) is Literal:
-        return tuple(type(value) for value in arguments or ())
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return tuple(type(value) for value in arguments)
     return tuple(m for a in arguments for m in _members(a)) if arguments else (annotation,)
 
 
 def _type_name(annotation: Any) -> str:
-    if getattr(annotation, "__origin__", None) is Literal:
+    if get_origin(annotation) is Literal:
         return "one of " + ", ".join(repr(value) for value in annotation.__args__)
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string", type(None): "null"}
-    arguments = getattr(annotation, "__args__", None)
-    if arguments and getattr(annotation, "__origin__", None) is None:
-        return " or ".join(_type_name(a) for a in arguments)
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type_name(a) for a in get_args(annotation))
     return names.get(annotation, str(annotation))

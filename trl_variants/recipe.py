@@ -191,7 +191,7 @@ class Recipe:
             share = masked_sum(terms[term.name], batch.mask) / max(batch.totals.tokens, 1)
             loss = loss + term.parameters["coef"] * share
 
-        if not loss.isfinite():
+        if not (loss.isfinite() & batch.is_finite()):
             x.require_finite()
             raise VariantError("The loss is not finite, though every component's output is.")
         return LossResult(loss=loss, metrics=metrics.of_loss(x, batch, clip, terms), states=x.states)

@@ -12,28 +12,27 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import pluggy
-
-from trl_variants import __version__, hookspecs
-from trl_variants.declaration import ComponentInfo, info_of
+from trl_variants import __version__
+from trl_variants.collection import collect, name_of, twice
+from trl_variants.declaration import ComponentInfo
 from trl_variants.errors import VariantError, did_you_mean, listing
-from trl_variants.slots import SLOTS, Slot
+from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
 __all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "load_registry"]
 
 ENTRY_POINT_GROUP = "trl_variants"
 ENVIRONMENT = "TRL_VARIANTS_PLUGINS"
-_HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("register_"))
+_BUILTINS = "builtins"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Owner:
     """Who registered something."""
 
@@ -64,15 +63,6 @@ class BrokenPlugin:
     error: BaseException
 
 
-@dataclass
-class _Contribution:
-    """Everything that one plugin registers."""
-
-    components: list[tuple[Slot, ComponentInfo]] = field(default_factory=list)
-    variants: list[Variant] = field(default_factory=list)
-    reward_functions: list[Callable[..., Any]] = field(default_factory=list)
-
-
 class Registry:
     """What is registered, by slot and name. Build it with `load_registry`."""
 
@@ -80,6 +70,7 @@ class Registry:
         self._components: dict[str, dict[str, Registered]] = {slot: {} for slot in SLOTS}
         self._variants: dict[str, tuple[Variant, Owner]] = {}
         self._reward_functions: dict[str, tuple[Callable[..., Any], Owner]] = {}
+        self._disputed: dict[tuple[str, str], list[Owner]] = {}
         self.plugins: list[Owner] = []
         self.broken: list[BrokenPlugin] = []
 
@@ -102,6 +93,7 @@ class Registry:
     def component(self, slot: str, name: str) -> Registered:
         """One component, or a `VariantError` with the nearest name and all that exist."""
         registered = self.components(slot)
+        self._refuse_disputed(slot, name)
         if name in registered:
             return registered[name]
         elsewhere = [other for other in SLOTS if name in self._components[other]]
@@ -112,6 +104,7 @@ class Registry:
 
     def variant(self, name: str) -> Variant:
         """One variant, or a `VariantError` with the nearest name and all that exist."""
+        self._refuse_disputed("variant", name)
         if name in self._variants:
             return self._variants[name][0]
         owned = (f"{known} ({owner})" for known, (_, owner) in sorted(self._variants.items()))
@@ -132,38 +125,50 @@ class Registry:
         error.__cause__ = self.broken[0].error
         return error
 
-    def add(self, plugin: object, owner: Owner) -> None:
+    def _refuse_disputed(self, kind: str, name: str) -> None:
+        owners = self._disputed.get((kind, name))
+        if owners:
+            raise twice(kind, name, *owners)
+
+    def add(self, plugin: object, owner: Owner, *, strict: bool = True) -> None:
         """Register a plugin, whole or not at all. The same objects again are a no-op.
 
         Args:
             plugin: A module or object with ``@hookimpl`` functions.
             owner: Who it belongs to.
+            strict: Whether a name that another plugin has is an error at once. Otherwise it is one when the name is
+                asked for, so that which plugin was found first decides nothing; built-in names are never for others.
 
         Raises:
             VariantError: It has no hooks, a misspelt hook, an invalid component, or a name that is taken.
         """
-        found = _collect(plugin, owner)
-        for slot, info in found.components:
-            taken = self._components[slot.name].get(info.name)
-            if taken and taken.info.function is not info.function:
-                raise VariantError(f"{slot.name} '{info.name}' is registered by both {taken.owner} and {owner}.")
-        for variant in found.variants:
-            known = self._variants.get(variant.name)
-            if known and known[0] != variant:
-                raise VariantError(f"variant '{variant.name}' is registered by both {known[1]} and {owner}.")
-        for function in found.reward_functions:
-            other = self._reward_functions.get(_name_of(function))
-            if other and other[0] is not function:
-                raise VariantError(
-                    f"reward_function '{_name_of(function)}' is registered by both {other[1]} and {owner}."
-                )
+        found = collect(plugin, owner)
+        disputed = {}
+        for kind, name, value in found.named():
+            known = self._known(kind, name)
+            if known is None or known[0] is value or known[0] == value:
+                continue
+            if strict or known[1].plugin == _BUILTINS:
+                raise twice(kind, name, known[1], owner)
+            disputed[kind, name] = [known[1], owner]
+        for (kind, name), owners in disputed.items():
+            self._disputed.setdefault((kind, name), owners)
         for slot, info in found.components:
             self._components[slot.name].setdefault(info.name, Registered(info, owner))
         for variant in found.variants:
             self._variants.setdefault(variant.name, (variant, owner))
         for function in found.reward_functions:
-            self._reward_functions.setdefault(_name_of(function), (function, owner))
-        self.plugins.append(owner)
+            self._reward_functions.setdefault(name_of(function), (function, owner))
+        if owner not in self.plugins:
+            self.plugins.append(owner)
+
+    def _known(self, kind: str, name: str) -> tuple[object, Owner] | None:
+        if kind == "variant":
+            return self._variants.get(name)
+        if kind == "reward_function":
+            return self._reward_functions.get(name)
+        registered = self._components[kind].get(name)
+        return (registered.info.function, registered.owner) if registered else None
 
 
 def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str] = ()) -> Registry:
@@ -181,39 +186,43 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
         VariantError: A plugin that was asked for is broken or missing.
     """
     registry = Registry()
-    registry.add(importlib.import_module("trl_variants.builtins"), Owner("builtins", "trl-variants", __version__))
+    registry.add(importlib.import_module("trl_variants.builtins"), Owner(_BUILTINS, "trl-variants", __version__))
     if plugins == "auto":
         plugins = os.environ.get(ENVIRONMENT, "auto")
     if isinstance(plugins, str) and plugins not in ("auto", "none"):
         plugins = [name.strip() for name in plugins.split(",") if name.strip()]
-    installed = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    wanted = [] if plugins == "none" else list(installed) if plugins == "auto" else list(plugins)
-    for name in wanted:
-        if name not in installed:
+    # In an order of their own, so that the order in which they were installed or found decides nothing.
+    installed = sorted(metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (_owner(point), point.name))
+    names = [point.name for point in installed]
+    for name in () if isinstance(plugins, str) else plugins:
+        if name not in names:
             raise VariantError(
-                f"No installed plugin named '{name}'.{did_you_mean(name, installed)} Installed: {listing(installed)}."
+                f"No installed plugin named '{name}'.{did_you_mean(name, names)} Installed: {listing(names)}."
             )
-        point = installed[name]
-        distribution = point.dist
-        owner = Owner(
-            name, distribution.name if distribution else name, str(distribution.version) if distribution else ""
-        )
+    for point in installed:
+        owner, asked = _owner(point), not isinstance(plugins, str) and point.name in plugins
+        if not asked and plugins != "auto":
+            continue
         try:
-            registry.add(point.load(), owner)
+            registry.add(point.load(), owner, strict=asked)
         except Exception as error:
-            if plugins != "auto":
-                raise VariantError(f"The plugin '{name}' of {owner} could not be loaded: {error}") from error
+            if asked:
+                raise VariantError(f"The plugin '{point.name}' of {owner} could not be loaded: {error}") from error
             registry.broken.append(BrokenPlugin(owner, error))
-            warnings.warn(f"The plugin '{name}' of {owner} could not be loaded: {error!r}", stacklevel=2)
+            warnings.warn(f"The plugin '{point.name}' of {owner} could not be loaded: {error!r}", stacklevel=2)
     for source in extra:
         try:
-            module = _import(source)
+            registry.add(_import(source), Owner(source, source, ""))
         except VariantError:
             raise
         except Exception as error:
             raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
-        registry.add(module, Owner(source, source, ""))
     return registry
+
+
+def _owner(point: metadata.EntryPoint) -> Owner:
+    distribution = point.dist
+    return Owner(point.name, *((distribution.name, str(distribution.version)) if distribution else (point.name, "")))
 
 
 def _import(source: str) -> ModuleType:
@@ -239,70 +248,3 @@ def _import(source: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _collect(plugin: object, owner: Owner) -> _Contribution:
-    """Call a plugin's hooks and check everything that they return."""
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    for name in dir(plugin):
-        member = getattr(plugin, name, None)
-        if not name.startswith("register_") or not callable(member):
-            continue
-        if name not in _HOOKS:
-            raise VariantError(f"{owner} has no valid hook '{name}'.{did_you_mean(name, _HOOKS)}")
-        if manager.parse_hookimpl_opts(plugin, name) is None:
-            raise VariantError(f"{owner}: {name} is not marked. Put @hookimpl above it.")
-    try:
-        manager.register(plugin, name=owner.plugin)
-    except pluggy.PluginValidationError as error:
-        raise VariantError(f"{owner}: {error} A registration hook takes no argument.") from error
-    found, called = _Contribution(), 0
-    for hook in _HOOKS:
-        for implementation in getattr(manager.hook, hook).get_hookimpls():
-            called += 1
-            where = f"{owner}: {hook}"
-            result = implementation.function()
-            if result is None or isinstance(result, (str, bytes)) or not isinstance(result, Iterable):
-                raise VariantError(f"{where} returned {type(result).__name__}; it must return a list.")
-            for item in result:
-                _take(found, hook, item, where)
-    if not called:
-        raise VariantError(f"{owner} registers nothing: it has no function marked with @hookimpl.")
-    return found
-
-
-def _take(found: _Contribution, hook: str, item: object, where: str) -> None:
-    if hook == "register_variants":
-        if not isinstance(item, Variant):
-            raise VariantError(f"{where} returned {item!r}, which is not a Variant.")
-        found.variants.append(item)
-    elif hook == "register_reward_functions":
-        if not callable(item):
-            raise VariantError(f"{where} returned {item!r}, which is not a reward function.")
-        found.reward_functions.append(item)
-    else:
-        slot = next(slot for slot in SLOTS.values() if slot.hook == hook)
-        try:
-            info = info_of(item)
-            check_inputs(slot, info)
-        except VariantError as error:
-            raise VariantError(f"{where}: {error}") from error
-        found.components.append((slot, info))
-
-
-def check_inputs(slot: Slot, info: ComponentInfo) -> None:
-    """Raise a `VariantError` if the component names an input that its slot does not have."""
-    for name in info.inputs:
-        if name not in slot.inputs:
-            raise VariantError(
-                f"{slot.name} '{info.name}' names the input '{name}', which this slot does not have."
-                f"{did_you_mean(name, slot.inputs)} It may name: {listing(slot.inputs)}."
-            )
-    clash = [name for name in slot.parameters if name in info.parameters]
-    if clash:
-        raise VariantError(f"{slot.name} '{info.name}' has a parameter '{clash[0]}', which the slot itself adds.")
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -22,9 +22,14 @@ __all__ = ["rehearse"]
 _TOKENS = 3
 
 
-def rehearse(recipe: Recipe) -> None:
-    """Run the recipe on a made-up rollout and micro-batch; raise a `VariantError` if it cannot run."""
-    recipe.advantages(_rollout(max(2, recipe.min_generations)))
+def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
+    """Run the recipe on a made-up rollout and micro-batch; raise a `VariantError` if it cannot run.
+
+    Args:
+        recipe: What to run.
+        max_length: The length limit of a completion, where it is known.
+    """
+    recipe.advantages(_rollout(max(2, recipe.min_generations), max_length))
     batch = _batch()
     recipe.loss(batch)
     clip = Workspace(batch.tensors())
@@ -50,7 +55,7 @@ def _weighs_by_length(recipe: Recipe, batch: Batch) -> bool:
     return not torch.allclose(weight, weight[:1].expand_as(weight))
 
 
-def _rollout(generations: int) -> Rollout:
+def _rollout(generations: int, max_length: int) -> Rollout:
     """Two groups; rewards differ inside each, and lengths too."""
     rows = 2 * generations
     mask = torch.ones(rows, _TOKENS, dtype=torch.bool)
@@ -68,7 +73,7 @@ def _rollout(generations: int) -> Rollout:
         lengths=mask.sum(1),
         truncated=torch.zeros(rows, dtype=torch.bool),
         has_eos=torch.ones(rows, dtype=torch.bool),
-        max_length=10_000,
+        max_length=max_length,
         log_probs=log_probs,
         ref_log_probs=log_probs - 0.1,
         sampling_log_probs=log_probs + 0.1,

@@ -10,10 +10,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from trl_variants.binding import Bound
+from trl_variants.collection import check_inputs
 from trl_variants.declaration import info_of
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.recipe import BoundKL, Recipe
-from trl_variants.registry import Owner, Registry, check_inputs, load_registry
+from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.slots import SLOTS
 from trl_variants.variant import INHERIT, KL, Use, Variant
@@ -125,7 +126,7 @@ def apply_overrides(variant: Variant, overrides: Mapping[str, Any]) -> Variant:
 
 
 def _override_slot(slot: str, value: Any, current: Sequence[Any]) -> Any:
-    if is_off(value) and not (slot == "importance_ratio" and isinstance(value, str)):
+    if is_off(value):
         return ()
     if isinstance(value, (list, tuple)):
         if not SLOTS[slot].many:
@@ -136,11 +137,13 @@ def _override_slot(slot: str, value: Any, current: Sequence[Any]) -> Any:
 
 def _override_one(slot: str, value: Any, current: Sequence[Any]) -> Any:
     """One component as a config writes it: a name, or a mapping with or without a name."""
-    if isinstance(value, (str, Use)) or callable(value):
+    if isinstance(value, Use):
         return value
+    uses = [_as_use(item) for item in current]
+    if isinstance(value, str) or callable(value):
+        value = {"name": value}
     if not isinstance(value, Mapping):
         raise VariantError(f"{slot} must be a name or a mapping, not {value!r}.")
-    uses = [_as_use(item) for item in current]
     name = value.get("name")
     if name is None:
         if len(uses) != 1:
@@ -235,17 +238,16 @@ def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
         raise VariantError(f"kl: coef must be a number, not {kl.coef!r}.") from error
     if not 0 <= coef < float("inf") or isinstance(kl.coef, bool):
         raise VariantError(f"kl: coef must be a number of at least 0, not {kl.coef!r}.")
-    if coef == 0:
-        return None
     placement = _as_use(kl.placement)
     if kl.weighted is not False:
         placement = Use(placement.component, {**placement.parameters, "weighted": kl.weighted})
-    return BoundKL(
+    bound = BoundKL(
         estimator=_bind("kl_estimator", kl.estimator, registry),
         placement=_bind("kl_placement", placement, registry),
         controller=_bind("kl_controller", kl.controller, registry),
         coef=coef,
     )
+    return bound if coef else None
 
 
 # -- checks across slots ---------------------------------------------------------------------

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from trl_variants.components.masked import bounded_exp, masked_sum, select
+from trl_variants.components.masked import LOG_BOUND, bounded_exp, masked_sum, select
 from trl_variants.declaration import component
 
 __all__ = ["abs_kl", "adaptive", "fixed", "k1", "k2", "k3", "loss", "sequence_reward", "token_reward"]
@@ -71,8 +72,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
     Args:
         log_probs: (·, T) of the policy, in nats.
-        ref_log_probs: (·, T) of the reference. The exponent is bounded to +-20, so that one token cannot make the loss
-            infinite.
+        ref_log_probs: (·, T) of the reference. d is bounded below at -20, in value and gradient, so that one token
+            cannot make the loss infinite.
 
     Returns:
         (·, T), not negative.
@@ -84,8 +85,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         >>> k3(torch.tensor([[0.5, -0.5]]), torch.zeros(1, 2))
         tensor([[0.1065, 0.1487]])
     """
-    d = log_probs - ref_log_probs
-    return bounded_exp(-d) + d - 1
+    d = (log_probs - ref_log_probs).clamp(min=-LOG_BOUND)
+    return torch.exp(-d) + d - 1
 
 
 @component(name="abs", formula=r"|\log\pi_\theta - \log\pi_{\text{ref}}|")

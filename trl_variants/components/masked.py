@@ -17,6 +17,7 @@ __all__ = [
     "masked_mean",
     "masked_std",
     "masked_sum",
+    "precise",
     "select",
     "to_tokens",
 ]
@@ -116,6 +117,11 @@ def at_last_token(x: Tensor, mask: Tensor) -> Tensor:
     mask = mask.bool()
     after = mask.flip(1).cumsum(1).flip(1)  # policy tokens from here on
     return select(x[:, None].expand(mask.shape), mask & (after == 1))
+
+
+def precise(x: Tensor) -> Tensor:
+    """``x`` in float64, or float32 where the device has no float64 (MPS)."""
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 def to_tokens(x: Tensor, mask: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ is added.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from trl_variants.components.masked import masked_mean, masked_std, select
+from trl_variants.components.masked import masked_mean, masked_std, precise, select
 from trl_variants.declaration import component
 
 __all__ = ["clip_rewards", "missing_eos_penalty", "soft_overlong", "whiten_rewards", "whiten_token_rewards"]
@@ -41,12 +40,12 @@ def soft_overlong(lengths: Tensor, max_length: int, *, cache: int | None = None)
 
     Example:
         >>> soft_overlong(torch.tensor([16, 17, 18, 20]), 20, cache=4)
-        tensor([ 0.0000, -0.2500, -0.5000, -1.0000])
+        tensor([ 0.0000, -0.2500, -0.5000, -1.0000], dtype=torch.float64)
     """
     width = max_length / 5 if cache is None else cache
     if width > max_length:
         raise ValueError(f"cache ({cache}) must not be larger than the length limit ({max_length})")
-    return (((max_length - width) - lengths) / width).clamp(-1, 0)
+    return ((max_length - width - precise(lengths)) / width).clamp(-1, 0)
 
 
 @component(
@@ -72,9 +71,9 @@ def missing_eos_penalty(has_eos: Tensor, *, penalty: float = 1.0) -> Tensor:
 
     Example:
         >>> missing_eos_penalty(torch.tensor([True, False]), penalty=0.5)
-        tensor([ 0.0000, -0.5000])
+        tensor([-0.0000, -0.5000], dtype=torch.float64)
     """
-    return torch.where(has_eos.bool(), 0.0, -penalty)
+    return -penalty * precise(~has_eos.bool())
 
 
 @component(
@@ -105,7 +104,13 @@ def clip_rewards(rewards: Tensor, *, low: float = -10.0, high: float = 10.0) -> 
     check=lambda p: p.correction in (0, 1) or "correction must be 0 or 1",
 )
 def whiten_rewards(
-    rewards: Tensor, scored: Tensor, *, keep_mean: bool = False, correction: int = 0, eps: float = 1e-8
+    rewards: Tensor,
+    scored: Tensor,
+    keep: Tensor | None = None,
+    *,
+    keep_mean: bool = False,
+    correction: int = 0,
+    eps: float = 1e-8,
 ) -> Tensor:
     """Scale rewards to unit variance over the batch, so that beta and epsilon do not depend on the reward's scale.
 
@@ -114,6 +119,7 @@ def whiten_rewards(
     Args:
         rewards: (N,), in reward units.
         scored: (N,) bool; rows without any reward are in no statistic and keep 0.
+        keep: (N,) bool; rows that a sample filter dropped are in no statistic.
         keep_mean: Whether only the variance changes.
         correction: 0 for the population's standard deviation, 1 for the sample's.
         eps: Added to the standard deviation.
@@ -128,8 +134,9 @@ def whiten_rewards(
         >>> whiten_rewards(torch.tensor([1.0, 3.0]), torch.tensor([True, True]))
         tensor([-1.,  1.])
     """
-    mean = masked_mean(rewards, scored)
-    white = (rewards - mean) / (masked_std(rewards, scored, correction) + eps) + (mean if keep_mean else 0.0)
+    counted = scored.bool() if keep is None else scored.bool() & keep.bool()
+    mean = masked_mean(rewards, counted)
+    white = (rewards - mean) / (masked_std(rewards, counted, correction) + eps) + (mean if keep_mean else 0.0)
     return select(white, scored)
 
 
@@ -143,6 +150,7 @@ def whiten_token_rewards(
     token_rewards: Tensor,
     mask: Tensor,
     scored: Tensor,
+    keep: Tensor | None = None,
     *,
     keep_mean: bool = True,
     correction: int = 1,
@@ -154,6 +162,7 @@ def whiten_token_rewards(
         token_rewards: (N, T), in reward units.
         mask: (N, T) bool, True where a token counts.
         scored: (N,) bool; rows without any reward are in no statistic and keep theirs.
+        keep: (N,) bool; rows that a sample filter dropped are in no statistic and keep theirs.
         keep_mean: Whether only the variance changes, as in TRL's PPO.
         correction: 0 for the population's standard deviation, 1 for the sample's (TRL).
         eps: Added to the standard deviation.
@@ -169,7 +178,8 @@ def whiten_token_rewards(
         >>> whiten_token_rewards(torch.tensor([[1.0, 3.0]]), m, m[:, 0], correction=0)
         tensor([[1., 3.]])
     """
-    counted = mask.bool() & scored.bool()[:, None]
+    rows = scored.bool() if keep is None else scored.bool() & keep.bool()
+    counted = mask.bool() & rows[:, None]
     mean = masked_mean(token_rewards, counted)
     white = (token_rewards - mean) / (masked_std(token_rewards, counted, correction) + eps)
     return torch.where(counted, white + (mean if keep_mean else 0.0), select(token_rewards, mask))

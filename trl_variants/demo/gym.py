@@ -138,7 +138,9 @@ def _make_dataset(name: str, seed: int, config: Mapping[str, Any]) -> Any:
     known = [field.name for field in fields(config_class) if field.name not in ("seed", "size")]
     for key in config:
         if key not in known:
-            raise VariantError(f"task '{name}' has no setting '{key}'.{did_you_mean(key, known)} It has: {listing(known)}.")
+            raise VariantError(
+                f"task '{name}' has no setting '{key}'.{did_you_mean(key, known)} It has: {listing(known)}."
+            )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some tasks print while they are made
             # Questions of neighbouring seeds overlap, so the seeds of two runs are put far apart.

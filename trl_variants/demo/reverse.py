@@ -18,12 +18,12 @@ SEPARATOR = "="
 #: Four tokens are needed (three letters and the end); room for as many again lets the model learn to stop.
 MAX_COMPLETION_LENGTH = 8
 #: Enough for a right answer now and then, which RL needs to begin with; more would leave RL little to show.
-WARM_UP_STEPS = 30
+WARM_UP_STEPS = 25
 WARM_UP_BATCH = 64
 WARM_UP_LEARNING_RATE = 3e-3
 
 
-def make_task(seed: int) -> Task:
+def make_task(seed: int, max_length: int | None = None) -> Task:
     """All 512 strings, 128 of them held out.
 
     Example:
@@ -40,7 +40,7 @@ def make_task(seed: int) -> Task:
         train=questions[HELD_OUT:],
         held_out=questions[:HELD_OUT],
         score=exact_match,
-        max_completion_length=MAX_COMPLETION_LENGTH,
+        max_completion_length=max_length or MAX_COMPLETION_LENGTH,
     )
 
 

@@ -6,14 +6,16 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trl_variants.demo.settings import DemoResult, DemoSettings, Evaluation, Reporter
-from trl_variants.demo.task import Question, Task
+from trl_variants.demo.evaluation import evaluate
+from trl_variants.demo.settings import DemoResult, DemoSettings, Reporter
+from trl_variants.demo.task import Task
 from trl_variants.errors import VariantError
 from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
@@ -23,6 +25,7 @@ __all__ = ["run_demo"]
 
 TINY = "tiny"
 TINY_TASK = "reverse"
+DEFAULT_TASK = "chain_sum"
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,30 @@ class _Plan:
     learning_rate: float
     num_generations: int
     batch: int
+    updates_per_rollout: int
     bf16: bool
     samples_per_question: int
 
 
 #: A minute on two cores, and five.
-TINY_PLAN = _Plan(steps=200, learning_rate=1e-3, num_generations=8, batch=128, bf16=False, samples_per_question=4)
-PRETRAINED_PLAN = _Plan(steps=40, learning_rate=1e-5, num_generations=8, batch=16, bf16=True, samples_per_question=2)
+TINY_PLAN = _Plan(
+    steps=200,
+    learning_rate=1e-3,
+    num_generations=8,
+    batch=128,
+    updates_per_rollout=1,
+    bf16=False,
+    samples_per_question=4,
+)
+PRETRAINED_PLAN = _Plan(
+    steps=30,
+    learning_rate=1e-5,
+    num_generations=8,
+    batch=16,
+    updates_per_rollout=1,
+    bf16=True,
+    samples_per_question=2,
+)
 
 
 def run_demo(settings: DemoSettings | None = None, reporter: Reporter | None = None) -> DemoResult:
@@ -53,7 +73,7 @@ def run_demo(settings: DemoSettings | None = None, reporter: Reporter | None = N
         Accuracies before and after, samples, and what the trainer logged.
 
     Raises:
-        VariantError: A setting is wrong or something that it needs is missing.
+        VariantError: A setting is wrong, or something that it needs is missing.
     """
     settings, reporter = settings or DemoSettings(), reporter or Reporter()
     begin = time.monotonic()
@@ -61,21 +81,133 @@ def run_demo(settings: DemoSettings | None = None, reporter: Reporter | None = N
     plan = _plan(settings, recipe)
     _check_task(settings)
 
+    reporter.status("Loading libraries")
     from trl_variants.demo.quiet import no_telemetry, quiet
 
     no_telemetry()
-    reporter.status("Loading libraries")
-    from trl_variants import VariantConfig, VariantTrainer
-
     with quiet(), _folder(settings.output_dir) as folder:
         model, tokenizer, task = _prepare(settings, reporter)
-        evaluation = {
-            "seed": settings.seed,
-            "samples_per_question": plan.samples_per_question,
-            "batch_size": max(128, plan.batch) if settings.model == TINY else 32,
-            "bf16": plan.bf16,
-        }
-        config = VariantConfig(
+        test = partial(
+            evaluate,
+            model,
+            tokenizer,
+            task,
+            seed=settings.seed,
+            samples_per_question=plan.samples_per_question,
+            batch_size=128 if settings.model == TINY else 32,
+            bf16=plan.bf16,
+        )
+        trainer = _trainer(settings, plan, folder, model, tokenizer, task, reporter)
+        reporter.status("Testing the model before training")
+        before = test()
+        about = {"model": _about_model(settings, model), "task": task.about}
+        reporter.started(settings, recipe, about, plan.steps)
+        training = time.monotonic()
+        trainer.train()
+        training_seconds = time.monotonic() - training
+        reporter.status("Testing the model after training")
+        after = test()
+        history = tuple(log for log in trainer.state.log_history if "reward" in log)
+        if settings.output_dir:
+            trainer.save_model(settings.output_dir)
+        result = DemoResult(before, after, history, training_seconds, time.monotonic() - begin)
+        if settings.output_dir:
+            (folder / "demo.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    reporter.finished(result)
+    return result
+
+
+def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
+    """The plan for the kind of model, with what the settings say in its place."""
+    plan = TINY_PLAN if settings.model == TINY else PRETRAINED_PLAN
+    generations = settings.num_generations or recipe.variant.num_generations or plan.num_generations
+    recipe.check_generations(generations)
+    steps = plan.steps if settings.steps is None else settings.steps
+    if steps < 1:
+        raise VariantError(f"steps must be at least 1, not {steps}.")
+    updates = min(plan.updates_per_rollout, recipe.variant.max_updates_per_rollout or plan.updates_per_rollout)
+    rate = plan.learning_rate if settings.learning_rate is None else settings.learning_rate
+    return _Plan(
+        steps=steps,
+        learning_rate=rate,
+        num_generations=generations,
+        batch=max(1, round(plan.batch / generations)) * generations,  # whole groups
+        updates_per_rollout=updates,
+        bf16=plan.bf16,
+        samples_per_question=plan.samples_per_question,
+    )
+
+
+def _check_task(settings: DemoSettings) -> None:
+    """The tiny model knows nine characters, and no other model has been warmed up on reversing."""
+    if settings.model == TINY and settings.task not in (None, TINY_TASK):
+        raise VariantError(
+            f"The tiny model knows only the task {TINY_TASK}. For '{settings.task}' give --model smollm2, a local "
+            "folder or the id of a model on the hub."
+        )
+    if settings.model != TINY and settings.task == TINY_TASK:
+        raise VariantError(
+            f"The task {TINY_TASK} belongs to the tiny model. Leave --model out, or choose another task."
+        )
+    if settings.model == TINY and settings.task_config:
+        raise VariantError(f"The task {TINY_TASK} has no settings; task_config is for the tasks of reasoning-gym.")
+    if settings.reward not in ("task", "noise"):
+        raise VariantError(f"reward must be 'task' or 'noise', not {settings.reward!r}.")
+
+
+@contextmanager
+def _folder(output_dir: str | None) -> Iterator[Path]:
+    """The output folder, or a temporary one that is gone afterwards."""
+    if output_dir:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        yield Path(output_dir)
+    else:
+        with tempfile.TemporaryDirectory(prefix="trl-variants-demo-") as folder:
+            yield Path(folder)
+
+
+def _prepare(settings: DemoSettings, reporter: Reporter) -> tuple[Any, Any, Task]:
+    """Model, tokenizer and task."""
+    if settings.model == TINY:
+        from trl_variants.demo import reverse
+
+        reporter.status("Building the tiny model and warming it up")
+        task = reverse.make_task(settings.seed, settings.max_completion_length)
+        tokenizer = reverse.make_tokenizer()
+        model = reverse.make_model(tokenizer, settings.seed)
+        reverse.warm_up(model, tokenizer, task, settings.seed)
+        return model, tokenizer, task
+    from trl_variants.demo import gym, models
+
+    models.find_gguf(settings.model)  # a missing model is known at once, a missing task a little later
+    reporter.status("Making the questions")
+    name = settings.task or DEFAULT_TASK
+    make_task = partial(
+        gym.make_task,
+        name,
+        seed=settings.seed,
+        config=settings.task_config,
+        max_length=settings.max_completion_length,
+    )
+    task = make_task()
+    reporter.status(f"Loading {settings.model}")
+    model, tokenizer = models.load_pretrained(settings.model)
+    return model, tokenizer, task if tokenizer.chat_template else make_task(chat=False)
+
+
+def _trainer(
+    settings: DemoSettings, plan: _Plan, folder: Path, model: Any, tokenizer: Any, task: Task, reporter: Reporter
+) -> Any:
+    import torch
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    from trl_variants import VariantConfig, VariantTrainer
+
+    rows = [{"prompt": question.prompt, "question": index} for index, question in enumerate(task.train)]
+    trainer = VariantTrainer(
+        model=model,
+        args=VariantConfig(
             output_dir=str(folder),
             variant=settings.variant,
             variant_overrides=dict(settings.overrides) or None,
@@ -85,38 +217,59 @@ def run_demo(settings: DemoSettings | None = None, reporter: Reporter | None = N
             lr_scheduler_type="constant",
             num_generations=plan.num_generations,
             per_device_train_batch_size=plan.batch,
+            steps_per_generation=plan.updates_per_rollout,
             max_completion_length=task.max_completion_length,
             seed=settings.seed,
             bf16=plan.bf16,
-            use_cpu=_on_cpu(settings),
+            # A model this small is faster on the CPU, and the same everywhere.
+            use_cpu=settings.model == TINY or not torch.cuda.is_available(),
             gradient_checkpointing=False,
             save_strategy="no",
             report_to="none",
             logging_steps=1,
             disable_tqdm=True,
-        )
-        trainer = VariantTrainer(
-            model=model,
-            args=config,
-            reward_funcs=_reward(settings, task),
-            train_dataset=_dataset(task),
-            processing_class=tokenizer,
-            callbacks=[_callback(reporter)],
-        )
-        _remove_printer(trainer)
-        reporter.status("Testing the model before training")
-        before = evaluate_on(trainer.model, tokenizer, task, evaluation)
-        about = {"model": _describe(settings, model), "task": task.about}
-        reporter.started(settings, recipe, about, plan.steps)
-        training = time.monotonic()
-        trainer.train()
-        training_seconds = time.monotonic() - training
-        reporter.status("Testing the model after training")
-        after = evaluate_on(trainer.model, tokenizer, task, evaluation)
-        history = tuple(log for log in trainer.state.log_history if "reward" in log)
-        result = DemoResult(before, after, history, training_seconds, time.monotonic() - begin)
-        if settings.output_dir:
-            trainer.save_model(settings.output_dir)
-            (folder / "demo.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
-    reporter.finished(result)
-    return result
+        ),
+        reward_funcs=_noise(settings.seed) if settings.reward == "noise" else _reward(task),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[_callback(reporter)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _reward(task: Task) -> Callable[..., list[float]]:
+    """The task's score, in the form of a TRL reward function."""
+
+    def task_score(completions: list[Any], question: list[int], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [task.score(task.train[index], text) for index, text in zip(question, texts, strict=True)]
+
+    return task_score
+
+
+def _noise(seed: int) -> Callable[..., list[float]]:
+    """A coin toss for each completion: what is learned from it is not the task."""
+    coin = random.Random(seed)
+
+    def noise(completions: list[Any], **_: Any) -> list[float]:
+        return [float(coin.random() < 0.5) for _ in completions]
+
+    return noise
+
+
+def _callback(reporter: Reporter) -> Any:
+    from transformers import TrainerCallback
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs and "reward" in logs:
+                reporter.step(state.global_step, logs)
+
+    return Report()
+
+
+def _about_model(settings: DemoSettings, model: Any) -> str:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    size = f"{count / 1e6:.0f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+    return f"{settings.model} ({type(model).__name__}, {size} parameters)"

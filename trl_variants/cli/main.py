@@ -1,0 +1,125 @@
+"""``trl-variants``: the verbs and their options. What a verb does is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from trl_variants import __version__
+from trl_variants.errors import VariantError
+
+
+class _OneCleanMessage(TyperGroup):
+    """A mistake of the user's is one message on stderr and exit code 2; ``--traceback`` shows where it arose."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VariantError as error:
+            if ctx.params.get("traceback"):
+                raise
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    name="trl-variants",
+    cls=_OneCleanMessage,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Variants of policy-gradient training (GRPO, RLOO, DAPO, ...) as plugins on TRL's trainer.",
+)
+
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugins", metavar="MODULE", help="Load a module or a .py file that is not installed as a plugin. Repeatable."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trl-variants {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
+) -> None:
+    # A terminal or a pipe that cannot write β shows a question mark rather than failing.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+@app.command("list")
+def list_(
+    slot: Annotated[
+        str | None, typer.Option("--slot", help="Only this slot; `variant` and `reward_function` count as slots.")
+    ] = None,
+    plugins: Plugins = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """Everything that is registered: variants, the components of each slot, reward functions."""
+    from trl_variants.cli import catalogue
+    from trl_variants.cli.output import chosen, load
+
+    form = chosen(json, markdown)
+    catalogue.run(load(plugins), slot, form)
+
+
+@app.command()
+def show(
+    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="Name of a variant.")],
+    overrides: Annotated[
+        str | None, typer.Option("--overrides", metavar="YAML", help="variant_overrides, as JSON or YAML.")
+    ] = None,
+    plugins: Plugins = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """One variant: its objective, its slots, the models that it needs."""
+    from trl_variants.cli import show as verb
+    from trl_variants.cli.output import chosen, load, mapping
+
+    form = chosen(json, markdown)
+    verb.run(load(plugins), variant, mapping(overrides), form)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Name of a variant.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Name of another.")],
+    everything: Annotated[bool, typer.Option("--all", help="Also what is the same.")] = False,
+    plugins: Plugins = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """Two variants slot by slot: only what differs."""
+    from trl_variants.cli import diff as verb
+    from trl_variants.cli.output import chosen, load
+
+    form = chosen(json, markdown)
+    verb.run(load(plugins), a, b, everything, form)
+
+
+@app.command()
+def table(plugins: Plugins = None, json: Json = False, markdown: Markdown = False) -> None:
+    """Every variant in six parts, with what differs from grpo emphasised."""
+    from trl_variants.cli import table as verb
+    from trl_variants.cli.output import chosen, load
+
+    form = chosen(json, markdown)
+    verb.run(load(plugins), form)

@@ -1,0 +1,117 @@
+"""The contract that every registered component and variant is held to, built-in or not.
+
+`check_component`, `check_variant` and `check_plugin` run every property of ``properties.py`` that applies. A broken one
+raises `NonConformance`, which names the component, what came out and the smallest input tried that shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from trl_variants.conformance.inputs import hosts
+from trl_variants.conformance.properties import PROPERTIES
+from trl_variants.conformance.running import NonConformance, Subject
+from trl_variants.declaration import info_of
+from trl_variants.errors import VariantError, listing
+from trl_variants.registry import Owner, Registry, load_registry
+from trl_variants.resolution import resolve
+from trl_variants.slots import SLOTS
+from trl_variants.variant import Use, Variant
+
+__all__ = ["PROPERTIES", "NonConformance", "check_component", "check_plugin", "check_variant"]
+
+
+def check_component(
+    slot: str,
+    component: str | Callable[..., Any],
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    registry: Registry | None = None,
+    excepted: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Hold one component to the contract.
+
+    Args:
+        slot: The slot that it fills.
+        component: The component, or the name of a registered one.
+        parameters: Parameters other than its defaults.
+        registry: Where names are looked up; the built-ins when left out.
+        excepted: Names of properties that it is not held to.
+
+    Returns:
+        Names of the properties that it was held to, each of which it has.
+
+    Raises:
+        NonConformance: It breaks one.
+        VariantError: It does not exist, or cannot be used.
+
+    Example:
+        >>> "masked_junk_changes_nothing" in check_component("importance_ratio", "sequence")
+        True
+    """
+    registry = registry or load_registry("none")
+    info = registry.component(slot, component).info if isinstance(component, str) else info_of(component)
+    held: list[str] = []
+    for host in hosts(slot, info, Use(component, dict(parameters or {}))):
+        recipe = resolve(host, registry=registry)
+        bound = next(b for b in recipe.components if b.slot == slot and b.name == info.name)
+        held += _held(Subject(recipe, bound), excepted)
+    return tuple(dict.fromkeys(held))
+
+
+def check_variant(
+    variant: str | Variant, registry: Registry | None = None, *, excepted: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Hold a whole variant to the contract.
+
+    Args:
+        variant: The variant, or the name of a registered one.
+        registry: Where names are looked up; the built-ins when left out.
+        excepted: Names of properties that it is not held to.
+
+    Returns:
+        Names of the properties that it was held to, each of which it has.
+
+    Raises:
+        NonConformance: It breaks one.
+        VariantError: It does not exist, or does not resolve.
+    """
+    return _held(Subject(resolve(variant, registry=registry or load_registry("none"))), excepted)
+
+
+def check_plugin(
+    plugin: object, *, excepted: Mapping[str, Collection[str]] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Register a plugin beside the built-ins and hold everything that it registers to the contract.
+
+    Args:
+        plugin: A module or object with ``@hookimpl`` functions.
+        excepted: Properties to leave out, by the name of a component or variant.
+
+    Returns:
+        For each ``slot.name`` and ``variant.name``, the properties that it was held to.
+
+    Raises:
+        NonConformance: Something breaks a property.
+        VariantError: It does not register, or something of it does not resolve.
+    """
+    name = str(getattr(plugin, "__name__", type(plugin).__name__))
+    registry, before = load_registry("none"), load_registry("none")
+    registry.add(plugin, Owner(name, name, ""))
+    excepted = excepted or {}
+    out: dict[str, tuple[str, ...]] = {}
+    for slot in SLOTS:
+        for new in registry.components(slot).keys() - before.components(slot).keys():
+            out[f"{slot}.{new}"] = check_component(slot, new, registry=registry, excepted=excepted.get(new, ()))
+    for new in registry.variants.keys() - before.variants.keys():
+        out[f"variant.{new}"] = check_variant(new, registry, excepted=excepted.get(new, ()))
+    return out
+
+
+def _held(subject: Subject, excepted: Collection[str]) -> tuple[str, ...]:
+    names = [check.__name__ for check in PROPERTIES]
+    unknown = [name for name in excepted if name not in names]
+    if unknown:
+        raise VariantError(f"There is no property '{unknown[0]}'. Properties: {listing(names)}.")
+    return tuple(check.__name__ for check in PROPERTIES if check.__name__ not in excepted and check(subject))

@@ -1,0 +1,167 @@
+"""Running what is tested, and collecting all that comes out of it under one name each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_variants.binding import Bound, States
+from trl_variants.components.masked import select
+from trl_variants.conformance.inputs import FLOATS, Case, cases, describe, pick
+from trl_variants.data import Advantages, Batch, ClipResult, Metric, Rollout, Totals
+from trl_variants.recipe import BoundKL, Recipe
+from trl_variants.slots import SLOTS
+
+__all__ = ["NonConformance", "Outcome", "Subject", "bare", "joined", "outcome", "watched"]
+
+#: What came out, by name: "advantages", "loss", "gradient of log_probs", "metric kl", ...
+Outcome = dict[str, Tensor]
+_LEAVES = ("log_probs", "entropies", "values")
+_SHOWN = ("mask", "rewards", "group_ids", "scored", "log_probs", "old_log_probs", "advantages")
+
+
+class NonConformance(AssertionError):
+    """A component or variant breaks the contract."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tested: a whole recipe, or one component in a recipe that holds little else."""
+
+    recipe: Recipe
+    bound: Bound | None = None
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """The components that are tested."""
+        return (self.bound,) if self.bound else tuple(self.recipe.components)
+
+    def runs_in(self, phase: str) -> bool:
+        """Whether something of it runs in the phase."""
+        return self.bound is None or SLOTS[self.bound.slot].phase in (phase, "both")
+
+    def cases(self, dtype: torch.dtype = torch.float64) -> Iterator[Case]:
+        """Cases from small to large, with as many completions per prompt as the recipe needs."""
+        return cases(self.recipe.min_generations, dtype)
+
+    def inputs(self, case: Case) -> Iterator[dict[str, Any]]:
+        """The fields of a `Rollout` and of two `Batch`es, as far as they matter here."""
+        if self.runs_in("rollout"):
+            yield case.rollout()
+        if self.runs_in("learning"):
+            yield case.batch()
+            yield case.batch(per_token=True)
+
+    def fail(self, message: str, inputs: Mapping[str, Any]) -> NonConformance:
+        """The error to raise: who breaks what, and on which input."""
+        who = f"{self.bound.slot} '{self.bound.name}'" if self.bound else f"variant '{self.recipe.variant.name}'"
+        names = [*_SHOWN, *(name for bound in self.bounds for name in bound.info.inputs)]
+        return NonConformance(f"{who}: {message}. Smallest input tried that shows it: {describe(inputs, names)}")
+
+    def compare(self, got: Outcome, want: Outcome, message: str, inputs: Mapping[str, Any], tol: float = 0.0) -> None:
+        """Raise `NonConformance` unless all that is wanted was got."""
+        for name, value in want.items():
+            a, b = got[name].double(), value.double()
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True):
+                raise self.fail(f"{message}: {name} was {b.tolist()} and is {a.tolist()}", inputs)
+
+
+def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = None) -> Outcome:
+    """Everything that comes out of `Recipe.advantages` or `Recipe.loss`: values, gradients, metrics."""
+    if "group_ids" in given:
+        done = recipe.advantages(Rollout(**given), states=states)
+        found = {name: getattr(done, name) for name in ("advantages", "returns", "keep", "rewards")}
+        values = {name: value for name, value in found.items() if value is not None}
+        if done.next_kl_coef is not None:
+            values["next_kl_coef"] = _number(done.next_kl_coef)
+        return {**_valid(values, given["mask"]), **_metrics(done.metrics)}
+    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES}
+    result = recipe.loss(Batch(**{**given, **leaves}), states=states)
+    return {"loss": result.loss.detach(), **_gradients(result.loss, leaves), **_metrics(result.metrics)}
+
+
+def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
+    """What the bare function returns at valid positions, its gradient there, and the numbers in its new state."""
+    mask = inputs["mask"]
+    learning = SLOTS[bound.slot].phase != "rollout"
+    leaves = {n: inputs[n].clone().requires_grad_() for n in bound.info.inputs if n in FLOATS and learning}
+    own = {name: bound.parameters[name] for name in bound.info.parameters}
+    result = bound.info.function(*({**inputs, **leaves}[name] for name in bound.info.inputs), **own)
+    state: Mapping[str, Any] = {}
+    if "state" in bound.info.inputs:
+        result, state = result
+    named = (Advantages, ClipResult)
+    parts = {f.name: getattr(result, f.name) for f in fields(result)} if isinstance(result, named) else {"it": result}
+    values = _valid({name: torch.as_tensor(v) for name, v in parts.items() if v is not None}, mask)
+    uneven = [(v * torch.arange(1, v.numel() + 1).view(v.shape)).sum() for v in values.values() if v.requires_grad]
+    gradients = _gradients(sum(uneven, torch.zeros(())), leaves) if leaves else {}
+    numbers = {f"state {name}": _number(v) for name, v in state.items() if isinstance(v, (int, float))}
+    return {**{n: v.detach() for n, v in values.items()}, **_valid(gradients, mask), **numbers}
+
+
+def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]]) -> Outcome:
+    """The outcome of one step made of micro-batches, each without the padding that it does not need."""
+    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES}
+    totals: Totals = replace(given["totals"], micro_batches=len(cut))
+    states: States = {}
+    loss = torch.zeros((), dtype=torch.float64)
+    found: list[dict[str, Metric]] = []
+    for rows in cut:
+        part = pick({**given, **leaves, "totals": totals}, rows)
+        width = max(1, int((part["mask"] * torch.arange(1, part["mask"].shape[1] + 1)).max()))
+        trimmed = {n: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in part.items()}
+        result = recipe.loss(Batch(**trimmed), states=states)
+        loss, states = loss + result.loss, result.states
+        found.append(result.metrics)
+    metrics = {name: _join([part[name] for part in found]) for name in found[0]}
+    return {"loss": loss.detach(), **_gradients(loss, leaves), **_metrics(metrics)}
+
+
+def watched(recipe: Recipe, watch: Callable[[Bound, tuple[Any, ...], Callable[[], Any]], Any]) -> Recipe:
+    """The recipe with every call of a component passed through ``watch(bound, arguments, call)``."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(walk(item) for item in value)
+        if isinstance(value, BoundKL):
+            parts = ("estimator", "placement", "controller")
+            return replace(value, **{part: walk(getattr(value, part)) for part in parts})
+        if not isinstance(value, Bound):
+            return value
+        function = value.info.function
+
+        def through(*arguments: Any, **parameters: Any) -> Any:
+            return watch(value, arguments, lambda: function(*arguments, **parameters))
+
+        return replace(value, info=replace(value.info, function=through))
+
+    return replace(recipe, **{f.name: walk(getattr(recipe, f.name)) for f in fields(recipe)})
+
+
+def _valid(values: Outcome, mask: Tensor) -> Outcome:
+    return {name: select(value, mask) if value.shape == mask.shape else value for name, value in values.items()}
+
+
+def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Outcome:
+    if not loss.requires_grad:
+        return {f"gradient of {name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {f"gradient of {name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+
+
+def _metrics(metrics: Mapping[str, Metric]) -> Outcome:
+    return {f"metric {name}": _number(float(metric)) for name, metric in metrics.items()}
+
+
+def _join(parts: Sequence[Metric]) -> Metric:
+    join = {"mean": torch.sum, "min": torch.min, "max": torch.max}[parts[0].reduce]
+    total, count = (torch.stack([getattr(part, name) for part in parts]) for name in ("total", "count"))
+    return Metric(join(total), count.sum(), parts[0].reduce)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)

@@ -1,0 +1,240 @@
+"""From a YAML file and a command line to a trained model, with TRL's own arguments and parser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+
+from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.registry import load_registry
+from trl_variants.resolution import OVERRIDES
+from trl_variants.trainer.config import VariantConfig
+
+__all__ = ["Job", "parse", "run"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run is started with, checked as far as it can be without loading a model or a dataset."""
+
+    script: GRPOScriptArguments
+    training: VariantConfig
+    model: ModelConfig
+    data: DatasetMixtureConfig
+    reward_funcs: list[Callable[..., Any] | str]
+
+
+def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
+    """Parse ``--config FILE.yaml`` and further options, which win over the file.
+
+    Args:
+        arguments: The command line.
+        anywhere: Whether a machine without an accelerator is good enough, as it is for checking.
+
+    Raises:
+        VariantError: A key is unknown or has a wrong value, or something that is named does not exist.
+    """
+    arguments = list(arguments)
+    parser = TrlParser(
+        (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig), prog="trl-variants train"
+    )
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        if at + 1 == len(arguments):
+            raise VariantError("--config needs the name of a YAML file.")
+        _apply_file(parser, Path(arguments[at + 1]))
+        del arguments[at : at + 2]
+    if anywhere and not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True)
+    script, training, model, data = _parse_line(parser, arguments)
+    job = Job(script, training, model, data, _reward_functions(script, training))
+    _check_places(job)
+    return job
+
+
+def run(job: Job) -> None:
+    """Load the dataset, train, save."""
+    from datasets import load_dataset
+    from trl import get_dataset, get_peft_config, get_quantization_config
+
+    from trl_variants.trainer.trainer import VariantTrainer
+
+    script, training = job.script, job.training
+    training.model_init_kwargs = {
+        "revision": job.model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": job.model.attn_implementation,
+        "dtype": job.model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    if job.data.datasets:
+        dataset = get_dataset(job.data)
+    else:
+        dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    evaluated = training.eval_strategy != "no"
+    for split in (script.dataset_train_split, *([script.dataset_test_split] if evaluated else [])):
+        if split not in dataset:
+            raise VariantError(
+                f"The dataset has no split '{split}'.{did_you_mean(split, dataset)} It has: {listing(dataset)}."
+            )
+    trainer = VariantTrainer(
+        model=job.model.model_name_or_path,
+        reward_funcs=job.reward_funcs,
+        args=training,
+        train_dataset=dataset[script.dataset_train_split],
+        eval_dataset=dataset[script.dataset_test_split] if evaluated else None,
+        quantization_config=get_quantization_config(job.model),
+        peft_config=get_peft_config(job.model),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"Model saved to {training.output_dir}")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.end()
+
+
+# -- the file -------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of YAML 1.2: ``1e-6`` is one, which YAML 1.1 reads as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
+)
+
+
+def _apply_file(parser: TrlParser, path: Path) -> None:
+    """Make the values of a YAML file the parser's defaults."""
+    if not path.is_file():
+        raise VariantError(f"There is no config file {path}.")
+    try:
+        values = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise VariantError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise VariantError(f"{path} must hold a mapping of settings.")
+    environment = values.pop("env", None) or {}
+    if not isinstance(environment, dict):
+        raise VariantError(f"{path}: env must be a mapping.")
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    for key, value in values.items():
+        if key not in actions:
+            hint = (
+                f" Put it under variant_overrides: {{{key}: ...}}." if key in OVERRIDES else did_you_mean(key, actions)
+            )
+            raise VariantError(f"{path} has an unknown key '{key}'.{hint}")
+        values[key] = _as_on_the_line(actions[key], value)
+    parser.set_defaults_with_config(**values)
+
+
+def _as_on_the_line(action: argparse.Action, value: Any) -> Any:
+    """A scalar as text, so that the parser converts and checks it as it does on the command line."""
+    if value is None or isinstance(value, (dict, list)) or action.nargs in ("+", "*"):
+        return value
+    if isinstance(value, bool) and action.type is str:
+        return value
+    return str(value)
+
+
+def _parse_line(parser: TrlParser, arguments: list[str]) -> tuple[Any, ...]:
+    """Parse; what argparse would print before it exits becomes an error."""
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            *parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise VariantError(said.getvalue().strip().rpartition("error: ")[2] or "The arguments are not valid.") from stop
+    except VariantError:
+        raise
+    except ValueError as error:  # a check of TRL's or transformers' own
+        raise VariantError(str(error)) from error
+    for word in unknown:
+        if word.startswith("--"):
+            name = word.lstrip("-").partition("=")[0]
+            raise VariantError(f"There is no option '--{name}'.{did_you_mean(name, _options(parser))}")
+    if unknown:
+        raise VariantError(f"Unexpected argument '{unknown[0]}'.")
+    return tuple(parsed)
+
+
+def _options(parser: TrlParser) -> Iterable[str]:
+    return (option.lstrip("-") for action in parser._actions for option in action.option_strings)
+
+
+# -- what is named --------------------------------------------------------------------------------------------------
+
+
+def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> list[Callable[..., Any] | str]:
+    """Rewards by registered name, TRL's name, dotted path or model id."""
+    from trl import rewards as trl_rewards
+
+    registered = dict(load_registry(extra=training.variant_plugins or ()).reward_functions)
+    known = {name: getattr(trl_rewards, name) for name in trl_rewards.__all__ if name.endswith("_reward")}
+    known |= registered
+    found: list[Callable[..., Any] | str] = []
+    if script.reward_model_name_or_path:
+        found.append(script.reward_model_name_or_path)
+    for name in script.reward_funcs or ():
+        found.append(known[name] if name in known else _reward_elsewhere(name, known))
+    if not found:
+        raise VariantError(
+            "No reward: set reward_funcs to names or dotted paths, or reward_model_name_or_path to a model. "
+            f"Names: {listing(sorted(known))}."
+        )
+    return found
+
+
+def _reward_elsewhere(name: str, known: Iterable[str]) -> Callable[..., Any] | str:
+    if "/" in name or Path(name).is_dir():
+        return name  # a model id or a folder
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        known = list(known)
+        raise VariantError(
+            f"No reward function named '{name}'.{did_you_mean(name, known)} Names: {listing(sorted(known))}. A "
+            "function of your own is written as a dotted path (my_module.my_reward), a model by its id or folder."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise VariantError(f"The reward function '{name}' cannot be imported: {error}") from error
+    if not callable(function):
+        raise VariantError(f"The reward function '{name}' is not callable.")
+    return function  # type: ignore[no-any-return]
+
+
+def _check_places(job: Job) -> None:
+    """Check that the model and the dataset are named, and exist where they are local."""
+    if not job.model.model_name_or_path:
+        raise VariantError("No model: set model_name_or_path.")
+    if bool(job.data.datasets) == bool(job.script.dataset_name):
+        both = "Both dataset_name and datasets are set; keep one."
+        raise VariantError(both if job.data.datasets else "No dataset: set dataset_name or datasets.")
+    places = {"model_name_or_path": job.model.model_name_or_path, "dataset_name": job.script.dataset_name}
+    for key, place in places.items():
+        if place and place.startswith((".", "/", "~")) and not Path(place).expanduser().exists():
+            raise VariantError(f"{key}: there is no folder {place}.")
