@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_variants import VariantConfig
 
@@ -52,6 +52,32 @@ def saved(folder: Any, **kwargs: Any) -> str:
     """The model and its tokenizer in a folder, for what loads by path."""
     model(**kwargs).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def llama_folder(folder: Any) -> str:
+    """A tiny model that loads with its tokenizer from a folder, as the command line does it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def dataset_folder(folder: Any, rows: int = 16) -> str:
+    """The dataset in a folder that `datasets.load_dataset` takes, with the splits train and test."""
+    for split in ("train", "test"):
+        dataset(rows).to_json(f"{folder}/{split}.jsonl")
     return str(folder)
 
 

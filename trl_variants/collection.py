@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -41,7 +42,7 @@ def collect(plugin: object, owner: object) -> Contribution:
     for name in dir(plugin):
         member = getattr(plugin, name, None)
         marked = manager.parse_hookimpl_opts(plugin, name) is not None
-        own = getattr(member, "__module__", None) == getattr(plugin, "__name__", type(plugin).__module__)
+        own = getattr(member, "__module__", None) == _module(plugin)
         looks_meant = marked or (name.startswith("register_") and callable(member) and own)
         if looks_meant and name not in _HOOKS:
             raise VariantError(f"{owner}: there is no hook '{name}'.{did_you_mean(name, _HOOKS)}")
@@ -68,6 +69,13 @@ def collect(plugin: object, owner: object) -> Contribution:
     if not called:
         raise VariantError(f"{owner} registers nothing: it has no function marked with @hookimpl.")
     return found
+
+
+def _module(plugin: object) -> str:
+    """The module that a plugin, itself a module, a class or an object, is written in."""
+    if isinstance(plugin, ModuleType):
+        return plugin.__name__
+    return plugin.__module__ if isinstance(plugin, type) else type(plugin).__module__
 
 
 def _take(found: Contribution, hook: str, item: object, where: str) -> None:

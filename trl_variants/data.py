@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trl_variants.components.masked import select
+from trl_variants.components.masked import counted, select
 from trl_variants.errors import VariantError
 
 __all__ = ["Advantages", "Batch", "ClipResult", "Metric", "Rollout", "Totals"]
@@ -145,7 +145,7 @@ class _Tensors:
         for name in names:
             value = getattr(self, name)
             if value is not None:
-                self._set(name, select(value, mask if value.shape == mask.shape else mask.any(1, keepdim=True)))
+                self._set(name, select(value, counted(value, mask)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,9 +261,9 @@ class Batch(_Tensors):
         if self.old_log_probs is None:
             self._set("old_log_probs", self.log_probs.detach())
 
-    def is_finite(self) -> Tensor:
-        """0-dim bool: whether everything that must be finite is. An engine's log-probs may be NaN."""
-        given = (getattr(self, name) for name in FINITE)
+    def is_finite(self, *more: Tensor) -> Tensor:
+        """0-dim bool: whether everything that must be finite is, and ``more``. An engine's log-probs may be NaN."""
+        given = (*(getattr(self, name) for name in FINITE), *more)
         return torch.stack([value.detach().isfinite().all() for value in given if value is not None]).all()
 
     def tensors(self) -> dict[str, Any]:

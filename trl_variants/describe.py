@@ -29,9 +29,11 @@ __all__ = [
     "needs",
     "number",
     "recipe_dict",
+    "settings_of",
     "slots_of",
     "table_row",
     "written",
+    "written_kl",
 ]
 
 #: Trainer settings that a variant carries.

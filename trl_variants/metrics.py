@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_variants.components.kl import k3
-from trl_variants.components.masked import group_table, is_constant, masked_sum, select
+from trl_variants.components.masked import counted, group_table, is_constant, masked_sum, select
 from trl_variants.data import Batch, ClipResult, Metric, Rollout
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
         clipped["region"] = clip.low | clip.high
     for name, where in clipped.items():
         if where is not None:
-            out[f"clip_ratio/{name}_mean"] = _mean(where.float(), _counted(where, batch.mask))
+            out[f"clip_ratio/{name}_mean"] = _mean(where.float(), counted(where, batch.mask))
     for name, reduce in (("low", "min"), ("high", "max")):
         if clipped[name] is not None:
             out[f"clip_ratio/{name}_{reduce}"] = _extreme(clipped[name], batch.mask, reduce)
@@ -83,17 +83,12 @@ def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:
     return Metric(select(values, mask).sum(), mask.sum())
 
 
-def _counted(where: Tensor, mask: Tensor) -> Tensor:
-    """Which elements count: tokens, or, for one value per sequence, completions that have tokens."""
-    return mask if where.shape == mask.shape else mask.any(1, keepdim=True)
-
-
 def _extreme(where: Tensor | None, mask: Tensor, reduce: str) -> Metric:
     """The least or largest clipped share of any completion."""
     assert where is not None
-    counted = _counted(where, mask)
-    share = masked_sum(where.float(), counted, dim=1) / counted.sum(1).clamp(min=1)
-    share = share[counted.any(1)]
+    valid = counted(where, mask)
+    share = masked_sum(where.float(), valid, dim=1) / valid.sum(1).clamp(min=1)
+    share = share[valid.any(1)]
     empty = len(share) == 0
     neutral = torch.inf if reduce == "min" else -torch.inf
     value = share.new_tensor(neutral) if empty else (share.min() if reduce == "min" else share.max())

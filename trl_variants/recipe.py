@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, masked_sum, select
+from trl_variants.components.masked import LOG_BOUND, counted, masked_sum, select
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
 from trl_variants.variant import Variant
@@ -173,7 +173,8 @@ class Recipe:
         """
         x = Workspace({**batch.tensors(), "kl_coef": self.kl_coef(kl_coef), "gather": gather}, states)
 
-        x["log_ratio"] = x.call(self.importance_ratio).clamp(-LOG_BOUND, LOG_BOUND)
+        log_ratio = x.call(self.importance_ratio)
+        x["log_ratio"] = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
         x["token_weights"] = torch.ones_like(batch.log_probs[:, :1])
         for weight in self.token_weights:
             x["token_weights"] = x["token_weights"] * x.call(weight).detach()
@@ -191,7 +192,7 @@ class Recipe:
             share = masked_sum(terms[term.name], batch.mask) / max(batch.totals.tokens, 1)
             loss = loss + term.parameters["coef"] * share
 
-        if not (loss.isfinite() & batch.is_finite()):
+        if not (loss.isfinite() & batch.is_finite(select(log_ratio, counted(log_ratio, batch.mask)))):
             x.require_finite()
             raise VariantError("The loss is not finite, though every component's output is.")
         return LossResult(loss=loss, metrics=metrics.of_loss(x, batch, clip, terms), states=x.states)

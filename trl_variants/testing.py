@@ -1,4 +1,4 @@
-"""What tests of components are made of: rollouts and batches from short lists."""
+"""What tests of components are made of: rollouts and batches from short lists, and the contract to hold them to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_variants.conformance import NonConformance, check_component, check_plugin, check_variant
 from trl_variants.data import Batch, Rollout, Totals
 
-__all__ = ["make_batch", "make_rollout"]
+__all__ = ["NonConformance", "check_component", "check_plugin", "check_variant", "make_batch", "make_rollout"]
 
 Values = Tensor | Sequence[Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.text import Text
@@ -55,7 +56,7 @@ def _entries(registry: Registry, slot: str) -> list[dict[str, Any]]:
                 "extends": variant.extends,
                 "paper": variant.paper,
                 **_owned(registry.owner("variant", name)),
-                "problem": _problem(lambda name=name: registry.variant(name)),
+                "problem": _problem(partial(registry.variant, name)),
             }
             for name, variant in registry.variants.items()
         ]
@@ -72,7 +73,7 @@ def _entries(registry: Registry, slot: str) -> list[dict[str, Any]]:
     return [
         {
             **_component(SLOTS[slot], registered),
-            "problem": _problem(lambda name=name: registry.component(slot, name)),
+            "problem": _problem(partial(registry.component, slot, name)),
         }
         for name, registered in registry.components(slot).items()
     ]

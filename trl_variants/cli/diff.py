@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trl_variants.binding import Bound
 from trl_variants.cli.output import Form, code, columns, emit, markdown_table, print_json, print_raw
-from trl_variants.describe import models, number, recipe_dict, slots_of
+from trl_variants.describe import models, number, recipe_dict, settings_of, slots_of, written_kl
 from trl_variants.recipe import Recipe
 from trl_variants.registry import Registry
 from trl_variants.resolution import resolve
@@ -53,18 +53,18 @@ def _lines(a: Recipe, b: Recipe) -> list[Line]:
     for slot in left:
         if slot.startswith("kl_") and not (a.kl and b.kl):
             if slot == "kl_estimator":
-                lines.append(("kl", _kl(a), _kl(b), a.kl is b.kl))
+                lines.append(("kl", written_kl(a.kl), written_kl(b.kl), a.kl is b.kl))
             continue
-        sides = _side(left[slot], right[slot]), _side(right[slot], left[slot])
-        lines.append((slot, *sides, _key(left[slot]) == _key(right[slot])))
+        one, other = left[slot], right[slot]
+        lines.append((slot, _side(one, other), _side(other, one), _key(one) == _key(other)))
         if slot == "kl_controller" and a.kl and b.kl:
             lines.append(("kl coef", number(a.kl.coef), number(b.kl.coef), a.kl.coef == b.kl.coef))
-    one, other = recipe_dict(a)["settings"], recipe_dict(b)["settings"]
-    lines += [(name, number(one[name]), number(other[name]), one[name] == other[name]) for name in one]
+    mine, yours = settings_of(a.variant), settings_of(b.variant)
+    lines += [(name, number(mine[name]), number(yours[name]), mine[name] == yours[name]) for name in mine]
     least, its = a.min_generations, b.min_generations
     lines.append(("least generations", number(least), number(its), least == its))
-    resident = [", ".join(model.describe() for model in models(recipe)) for recipe in (a, b)]
-    lines.append(("models", *resident, resident[0] == resident[1]))
+    here, there = (", ".join(model.describe() for model in models(recipe)) for recipe in (a, b))
+    lines.append(("models", here, there, here == there))
     return lines
 
 
@@ -85,12 +85,6 @@ def _side(filled: tuple[Bound, ...], others: tuple[Bound, ...]) -> str:
         ]
         said.append(" ".join([bound.name, *parameters]))
     return ", ".join(said) or "none"
-
-
-def _kl(recipe: Recipe) -> str:
-    from trl_variants.describe import written_kl
-
-    return written_kl(recipe.kl)
 
 
 def _data(a: Recipe, b: Recipe, lines: list[Line], everything: bool) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import typer
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +20,7 @@ from trl_variants.registry import Registry, load_registry
 
 __all__ = [
     "Form",
+    "Row",
     "chosen",
     "code",
     "columns",
@@ -32,10 +33,14 @@ __all__ = [
     "paper_name",
     "print_json",
     "print_raw",
-    "width",
+    "styled",
 ]
 
 Form = Literal["text", "json", "markdown"]
+Row = Sequence[str | Text]
+
+#: Blanks between columns.
+_GAP = 2
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -79,49 +84,61 @@ def mapping(text: str | None) -> Mapping[str, Any]:
 # -- text --------------------------------------------------------------------------------------
 
 
-def width() -> int:
-    """Columns of the terminal; 80 where nothing says how many."""
-    return _console().width
-
-
-def fits(table: Table) -> bool:
-    """Whether a table can be printed without folding a word."""
-    console = _console()
-    return Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width
-
-
 def emit(*parts: RenderableType) -> None:
     """Print to stdout, with colour and bold on a terminal only, and no blanks at the ends of lines."""
     console = _console()
     with console.capture() as captured:
         console.print(*parts, sep="\n")
-    print_raw("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+    print_raw("\n".join(line.rstrip() for line in captured.get()[:-1].split("\n")))
+
+
+def styled() -> bool:
+    """Whether bold can be seen where stdout goes."""
+    return _console().color_system is not None
 
 
 def _console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def columns(rows: Iterable[Sequence[str | Text]], *, header: Sequence[str] = (), indent: int = 2) -> Table:
-    """Aligned columns. A cell that does not fit is folded, never cut."""
-    rows = list(rows)
-    table = Table(
-        box=box.SIMPLE_HEAD if header else None,
-        show_header=bool(header),
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
-    )
-    width = max([len(header), *(len(row) for row in rows)])
-    for index in range(width + 1):
-        if index == 0:
-            table.add_column("", width=max(indent - 2, 0), min_width=max(indent - 2, 0))
-        else:
-            table.add_column(header[index - 1] if header else "", overflow="fold")
+def columns(rows: Sequence[Row], *, header: Sequence[str] = ()) -> RenderableType:
+    """Aligned columns, indented unless they have a header. A cell that does not fit is folded, never cut."""
+    indent = 0 if header else 2
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, _GAP, 0, 0))
+    widths = _widths(rows, header, _console().width - indent)
+    for width in widths:
+        table.add_column(width=width, overflow="fold")
+    if header:
+        table.add_row(*(Text(heading, style="bold") for heading in header))
+        table.add_row(*("─" * width for width in widths))
     for row in rows:
-        table.add_row("", *row)
-    return table
+        table.add_row(*row)
+    return Padding(table, (0, 0, 0, indent))
+
+
+def fits(rows: Sequence[Row], header: Sequence[str]) -> bool:
+    """Whether the columns can be printed without folding a word."""
+    words = [_longest(column, str.split) for column in zip(*rows, header, strict=True)]
+    return sum(words) + _GAP * (len(words) - 1) <= _console().width
+
+
+def _widths(rows: Sequence[Row], header: Sequence[str], total: int) -> list[int]:
+    """Widths that add up to no more than there is. Words are folded from the last column on, and only if they must."""
+    table = list(zip(*rows, *([header] if header else []), strict=True))
+    natural = [_longest(column, str.splitlines) for column in table]
+    widths = [_longest(column, str.split) for column in table]
+    room = total - _GAP * (len(table) - 1)
+    for index in reversed(range(len(widths))):
+        excess = max(sum(widths) - room, 0)
+        widths[index] -= min(excess, max(widths[index] - 4, 0))
+    while (left := room - sum(widths)) > 0 and (short := [i for i, w in enumerate(widths) if w < natural[i]]):
+        for index in short[: left or 1]:
+            widths[index] += 1
+    return widths
+
+
+def _longest(column: Iterable[str | Text], cut: Callable[[str], list[str]]) -> int:
+    return max(cell_len(piece) for cell in column for piece in [*cut(str(cell)), " "])
 
 
 def paper_name(address: str | None) -> str:

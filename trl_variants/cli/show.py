@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -34,17 +36,19 @@ from trl_variants.describe import (
 )
 from trl_variants.recipe import Recipe
 from trl_variants.registry import Registry
-from trl_variants.resolution import resolve
+from trl_variants.resolution import OVERRIDES, resolve
 from trl_variants.variant import INHERIT
 
 __all__ = ["run"]
+
+_INDENT = (0, 0, 0, 2)
 
 #: What the built-in formulas write without saying.
 _LEGEND = (
     (r"oᵢ", "oᵢ a completion, t its tokens"),
     (r"\bN\b", "N completions in the step"),
-    (r"r_G|\bG\b", "G completions of one prompt"),
-    (r"\bsg\[", "sg no gradient"),
+    (r"r_G|\bG\b", "G of one prompt"),
+    (r"\bsg\[", "sg[·] without gradient"),
 )
 
 
@@ -74,20 +78,12 @@ def _sources(registry: Registry, name: str, overrides: Mapping[str, Any]) -> dic
     chain = [registry.variant(name)]
     while parent := chain[-1].extends:
         chain.append(registry.variant(parent))
-    fields = [slot for slot in recipe_fields() if hasattr(chain[0], slot)]
     return {
         field: "override"
         if field in overrides
         else next((variant.name for variant in chain if getattr(variant, field) is not INHERIT), "default")
-        for field in fields
+        for field in dict.fromkeys((*OVERRIDES, *SETTINGS))
     }
-
-
-def recipe_fields() -> list[str]:
-    """The slots of a variant, KL as one, and its settings."""
-    from trl_variants.resolution import VARIANT_SLOTS
-
-    return [*VARIANT_SLOTS, "kl", *SETTINGS]
 
 
 def _rows(recipe: Recipe, data: dict[str, Any]) -> list[tuple[str, Bound | None, str]]:
@@ -104,82 +100,89 @@ def _rows(recipe: Recipe, data: dict[str, Any]) -> list[tuple[str, Bound | None,
 
 
 def _settings(data: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={number(value)}" for name, value in data["settings"].items() if value is not None)
-
-
-def _distributions(recipe: Recipe) -> list[str]:
-    return list(dict.fromkeys(str(bound.owner) for bound in recipe.components))
+    """The settings that a variant or an override says something about."""
+    said = {name: value for name, value in data["settings"].items() if data["set_by"][name] != "default"}
+    return ", ".join(f"{name}={number(value)}" for name, value in said.items())
 
 
 # -- as text -----------------------------------------------------------------------------------
 
 
 def _print(recipe: Recipe, data: dict[str, Any]) -> None:
-    about = [f"extends {data['extends']}" if data["extends"] else "", paper_name(data["paper"])]
-    title = Text.assemble((data["variant"], "bold"), "  ", (" · ".join(filter(None, about)), "dim"))
-    emit(title, *filter(None, [data["summary"]]), "")
-    emit(Text("Objective", style="bold"), _objective(data["objective"]["text"]), "")
-    emit(Text("Slots", style="bold"), _slots(recipe, data), "")
-    emit(Text("Models", style="bold"), _models(recipe), "")
+    about = (f"extends {data['extends']}" if data["extends"] else "", paper_name(data["paper"]), data["registered_by"])
+    emit(Text.assemble((data["variant"], "bold"), "  ", (" · ".join(filter(None, about)), "dim")))
+    emit(*filter(None, [data["summary"]]), "")
+    emit(Text("Objective", style="bold"), *_objective(data["objective"]["text"]), "")
+    emit(Text("Slots", style="bold"), *_slots(recipe, data), "")
+    emit(Text("Models", style="bold"), *_models(recipe), "")
     emit(Text("Needs", style="bold"), columns([("-", sentence) for sentence in data["needs"]]))
 
 
-def _objective(lines: list[str]) -> Table:
+def _objective(lines: list[str]) -> Iterator[RenderableType]:
     """The lines, aligned at their signs; a legend for what they leave unsaid."""
-    rows: list[tuple[str | Text, ...]] = []
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(width=1)
     for _ in range(3):
         table.add_column(overflow="fold")
+    whole = []
     for line in lines:
         match = re.fullmatch(r"(\S+) ([=←]) (.*)", line)
-        rows.append(match.groups() if match else ("", "", line))
+        if match:
+            table.add_row(*match.groups())
+        else:
+            whole.append(line)
+    yield Padding(table, _INDENT)
+    yield from (Padding(line, _INDENT) for line in whole)
     legend = "; ".join(meaning for sign, meaning in _LEGEND if re.search(sign, " ".join(lines)))
-    for row in [*rows, ("", "", Text(legend, style="dim"))]:
-        table.add_row("", *row)
-    return table
+    yield Padding(Text(legend, style="dim"), _INDENT)
 
 
-def _slots(recipe: Recipe, data: dict[str, Any]) -> Table:
+def _slots(recipe: Recipe, data: dict[str, Any]) -> Iterator[RenderableType]:
+    """The slots that are filled, or that a variant switched off; the others in one line."""
+    own = {data["variant"], "override"} if data["extends"] or "override" in data["set_by"].values() else {"override"}
     rows: list[tuple[str | Text, ...]] = []
-    several, last = len(_distributions(recipe)) > 1, ""
+    empty, above = [], ""
     for slot, bound, source in _rows(recipe, data):
-        where = "" if source == data["variant"] and not data["extends"] else _source_text(source, data)
-        shown = "" if slot == last else slot
-        last = slot
-        if bound is None:
-            rows.append((shown, Text("none", style="dim"), where, ""))
+        if bound is None and source == "default":
+            empty.append(slot)
             continue
-        origin = paper_name(bound.info.paper) + (f" {bound.owner}" if several else "")
-        rows.append((shown, _component(bound), where, Text(origin.strip(), style="dim")))
-    if recipe.kl:
-        at = next(i for i, row in enumerate(rows) if row[0] == "kl_controller")
-        rows.insert(at + 1, ("kl coef", Text(number(recipe.kl.coef), style="bold"), "", ""))
-    rows.append(("settings", _settings(data), "", ""))
-    return columns([(Text(str(row[0]), style="cyan"), *row[1:]) for row in rows])
+        where = "" if source == data["variant"] else source if source in ("default", "override") else f"as {source}"
+        component = _component(bound, recipe, source in own) if bound else Text("none")
+        papers = [_broken(paper_name(bound.info.paper))] if bound else []
+        if bound and str(bound.owner) != data["registered_by"]:
+            papers.append(str(bound.owner))
+        heading = Text("" if slot == above else slot, style="cyan")
+        rows.append((heading, component, Text(where, style="dim"), Text("\n".join(papers).strip(), style="dim")))
+        above = slot
+    if settings := _settings(data):
+        rows.append((Text("settings", style="cyan"), Text(settings), "", ""))
+    yield columns(rows)
+    if empty:
+        yield Padding(Text(f"Empty: {', '.join(empty)}.", style="dim"), _INDENT)
 
 
-def _source_text(source: str, data: dict[str, Any]) -> Text:
-    own = source in (data["variant"], "override")
-    return Text(source, style="bold" if own else "dim")
-
-
-def _component(bound: Bound) -> Text:
+def _component(bound: Bound, recipe: Recipe, own: bool) -> Text:
     """A component and its parameters; those that differ from their defaults stand out."""
-    text, defaults = Text(bound.name), defaults_of(bound)
-    for index, (name, value) in enumerate(bound.parameters.items()):
-        text.append(", " if index else " ")
-        text.append(f"{name}={number(value)}", style="bold" if value != defaults[name] else "dim")
-    return text
+    defaults = defaults_of(bound)
+    said = [(f"{name}={number(v)}", "bold" if v != defaults[name] else "dim") for name, v in bound.parameters.items()]
+    if bound.slot == "kl_controller" and recipe.kl:
+        said.insert(0, (f"coef={number(recipe.kl.coef)}", "bold"))
+    separated = [piece for pair in said for piece in (", ", pair)][1:]
+    return Text.assemble((bound.name, "bold" if own else ""), " " if said else "", *separated)
 
 
-def _models(recipe: Recipe) -> Table:
+def _broken(paper: str) -> str:
+    """A long address over two lines, at its last slash."""
+    head, slash, tail = paper.rpartition("/")
+    return f"{head}{slash}\n{tail}" if len(paper) > 18 and slash else paper
+
+
+def _models(recipe: Recipe) -> Iterator[RenderableType]:
     rows = [(model.name, "trained" if model.trained else "frozen", model.reason) for model in models(recipe)]
-    absent = [name for name in ("critic", "reference") if name not in {row[0] for row in rows}]
-    note = "One more, frozen, where a reward is a model."
-    if absent:
-        note += f" Not needed: {', '.join(absent)}."
-    return columns([*rows, ("", "", Text(note, style="dim"))])
+    absent = [f"no {name}" for name in ("critic", "reference") if name not in {row[0] for row in rows}]
+    note = "A reward model, where one scores, is one more, frozen."
+    note += f" There is {' and '.join(absent)}." if absent else ""
+    yield columns(rows)
+    yield Padding(Text(note, style="dim"), _INDENT)
 
 
 # -- as Markdown -------------------------------------------------------------------------------
@@ -187,13 +190,18 @@ def _models(recipe: Recipe) -> Table:
 
 def _markdown(recipe: Recipe, data: dict[str, Any]) -> str:
     slots = [
-        (code(slot), code(bound.name), code(_parameters(bound)), source, paper_link(bound.info.paper), str(bound.owner))
+        (
+            code(slot),
+            code(bound.name),
+            code(_parameters(bound, recipe)),
+            source,
+            paper_link(bound.info.paper),
+            str(bound.owner),
+        )
         if bound
         else (code(slot), "none", "", source, "", "")
         for slot, bound, source in _rows(recipe, data)
     ]
-    if recipe.kl:
-        slots.append(("`kl` coef", "", code(number(recipe.kl.coef)), data["set_by"]["kl"], "", ""))
     resident = [(model.name, "trained" if model.trained else "frozen", model.reason) for model in models(recipe)]
     about = [f"Extends `{data['extends']}`." if data["extends"] else "", paper_link(data["paper"])]
     lines = " \\\\\n".join(f"& {line}" for line in data["objective"]["latex"])
@@ -203,12 +211,15 @@ def _markdown(recipe: Recipe, data: dict[str, Any]) -> str:
         " ".join(filter(None, about)),
         "```math\n\\begin{aligned}\n" + lines + "\n\\end{aligned}\n```",
         markdown_table(("slot", "component", "parameters", "set by", "paper", "distribution"), slots),
-        f"Settings: {code(_settings(data))}.",
+        f"Settings: {code(_settings(data))}." if _settings(data) else "",
         markdown_table(("model", "", "why"), resident),
         "\n".join(f"- {sentence}" for sentence in data["needs"]),
     ]
     return "\n\n".join(filter(None, parts))
 
 
-def _parameters(bound: Bound) -> str:
-    return ", ".join(f"{name}={number(value)}" for name, value in bound.parameters.items())
+def _parameters(bound: Bound, recipe: Recipe) -> str:
+    said = [f"{name}={number(value)}" for name, value in bound.parameters.items()]
+    if bound.slot == "kl_controller" and recipe.kl:
+        said.insert(0, f"coef={number(recipe.kl.coef)}")
+    return ", ".join(said)

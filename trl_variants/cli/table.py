@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich import box
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from trl_variants.cli.output import Form, emit, fits, markdown_table, print_json, print_raw
+from trl_variants.cli.output import Form, columns, emit, fits, markdown_table, print_json, print_raw, styled
 from trl_variants.describe import PARTS, table_row
 from trl_variants.errors import VariantError
 from trl_variants.registry import Registry
@@ -18,7 +17,6 @@ from trl_variants.resolution import resolve
 __all__ = ["run"]
 
 _MEASURE = "grpo"
-_HEADINGS = {"kl": "KL"}
 
 
 def run(registry: Registry, form: Form) -> None:
@@ -41,8 +39,13 @@ def run(registry: Registry, form: Form) -> None:
         papers = {name: registry.variants[name].paper for name in rows}
         print_raw(_markdown(cells, papers) + "\n\n" + " ".join(notes))
         return
-    table = _table(cells)
-    emit(table if fits(table) else _blocks(cells), "", Text(" ".join(notes), style="dim"))
+    header = ("variant", *map(_heading, PARTS))
+    table = [(Text(name, style="cyan"), *(_text(row[part]) for part in PARTS)) for name, row in cells.items()]
+    if fits(table, header):
+        emit(columns(table, header=header), "", Text(" ".join(notes), style="dim"))
+        return
+    notes[0] = f"Shown: what differs from {_MEASURE}. A wider terminal, --markdown and --json show every part."
+    emit(_differences(cells), "", Text(" ".join(notes), style="dim"))
 
 
 def _entry(registry: Registry, name: str, row: dict[str, str], measure: dict[str, str]) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def _markdown(cells: dict[str, dict[str, Cell]], papers: dict[str, str | None]) 
         )
         for name, row in cells.items()
     ]
-    return markdown_table(("variant", *(_HEADINGS.get(part, part) for part in PARTS)), rows)
+    return markdown_table(("variant", *map(_heading, PARTS)), rows)
 
 
 # -- as text -----------------------------------------------------------------------------------
@@ -87,24 +90,24 @@ def _markdown(cells: dict[str, dict[str, Cell]], papers: dict[str, str | None]) 
 
 def _text(cell: Cell) -> Text:
     """Bold where a terminal can show it, between asterisks where not."""
-    return Text(", ").join(Text(text, style="bold" if differs else "dim") for text, differs in cell)
+    bold = styled()
+    return Text(", ").join(
+        Text(text if bold or not differs else f"*{text}*", style="bold" if differs else "dim") for text, differs in cell
+    )
 
 
-def _table(cells: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("variant", *PARTS):
-        table.add_column(_HEADINGS.get(heading, heading), overflow="fold")
-    for name, row in cells.items():
-        table.add_row(Text(name, style="cyan"), *(_text(row[part]) for part in PARTS))
-    return table
+def _differences(rows: dict[str, dict[str, Cell]]) -> RenderableType:
+    """For a narrow terminal: the measure whole, and of each other variant the parts that differ from it."""
+    lines: list[tuple[str | Text, ...]] = []
+    for name, row in rows.items():
+        shown = [part for part in PARTS if name == _MEASURE or any(differs for _, differs in row[part])]
+        for part in shown or PARTS[:1]:
+            value = Text(", ").join(Text(text, style="bold" if differs else "dim") for text, differs in row[part])
+            lines.append(
+                ("" if lines and part != (shown or PARTS)[0] else Text(name, style="cyan"), _heading(part), value)
+            )
+    return columns(lines)
 
 
-def _blocks(cells: dict[str, dict[str, Cell]]) -> Table:
-    """For a narrow terminal: each variant over a few lines, every part by its name."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    for name, row in cells.items():
-        parts = [Text.assemble((f"{_HEADINGS.get(part, part)}: ", ""), _text(row[part])) for part in PARTS if row[part]]
-        table.add_row(Text(name, style="cyan"), Text(" · ").join(parts))
-    return table
+def _heading(part: str) -> str:
+    return "KL" if part == "kl" else part

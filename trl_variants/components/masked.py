@@ -12,6 +12,7 @@ __all__ = [
     "LOG_BOUND",
     "at_last_token",
     "bounded_exp",
+    "counted",
     "group_table",
     "is_constant",
     "masked_mean",
@@ -44,6 +45,11 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
         tensor([1., 0.])
     """
     return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def counted(x: Tensor, mask: Tensor) -> Tensor:
+    """Which elements of a (·, T) or (·, 1) tensor count: tokens, or completions that have tokens."""
+    return mask if x.shape == mask.shape else mask.any(1, keepdim=True)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

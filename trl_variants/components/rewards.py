@@ -6,6 +6,7 @@ is added.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trl_variants.components.masked import masked_mean, masked_std, precise, select

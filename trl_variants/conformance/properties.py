@@ -143,11 +143,10 @@ def floats_are_wide(subject: Subject) -> bool:
 
 def extremes_are_finite(subject: Subject) -> bool:
     """Log-ratios of +-200 and KL differences of +-100 give finite values and gradients."""
-    far = itertools.product((200.0, -200.0), (100.0, -100.0), (1.0, -1.0), (torch.float32, torch.float64))
-    for ratio, kl, advantage, dtype in far:
-        for case in subject.cases(dtype):
+    for ratio, kl, advantage in itertools.product((200.0, -200.0), (100.0, -100.0), (1.0, -1.0)):
+        for case in subject.cases(torch.float32):
             for given in subject.inputs(case):
-                turn = torch.where(torch.arange(case.rows) % 2 == 0, 1.0, -1.0).to(dtype)[:, None]
+                turn = torch.where(torch.arange(case.rows) % 2 == 0, 1.0, -1.0)[:, None]
                 less = {"old_log_probs": ratio, "sampling_log_probs": ratio, "ref_log_probs": kl}
                 given |= {name: given["log_probs"] - by * turn for name, by in less.items() if name in given}
                 if "advantages" in given:
@@ -196,7 +195,7 @@ def inputs_and_states_are_left_alone(subject: Subject) -> bool:
     for case in subject.cases():
         for given in subject.inputs(case):
             states: States = {}
-            for _ in range(3):
+            for _ in range(2):
                 first = outcome(recipe, given, states)
                 again = outcome(recipe, given, states)
                 subject.compare(again, first, "the same inputs and states give another result", given)

@@ -42,19 +42,26 @@ class Subject:
 
     def runs_in(self, phase: str) -> bool:
         """Whether something of it runs in the phase."""
-        return self.bound is None or SLOTS[self.bound.slot].phase in (phase, "both")
+        if self.bound is None:
+            return True
+        if SLOTS[self.bound.slot].phase == "both" and self.recipe.kl:
+            return (phase == "rollout") == self.recipe.kl.in_reward
+        return SLOTS[self.bound.slot].phase == phase
 
     def cases(self, dtype: torch.dtype = torch.float64) -> Iterator[Case]:
         """Cases from small to large, with as many completions per prompt as the recipe needs."""
         return cases(self.recipe.min_generations, dtype)
 
     def inputs(self, case: Case) -> Iterator[dict[str, Any]]:
-        """The fields of a `Rollout` and of two `Batch`es, as far as they matter here."""
-        if self.runs_in("rollout"):
-            yield case.rollout()
-        if self.runs_in("learning"):
-            yield case.batch()
-            yield case.batch(per_token=True)
+        """The fields of a `Rollout` and of two `Batch`es, as far as they matter here; then without the optional."""
+        given = [case.rollout()] if self.runs_in("rollout") else []
+        given += [case.batch(), case.batch(per_token=True)] if self.runs_in("learning") else []
+        optional = {f.name for f in (*fields(Rollout), *fields(Batch)) if f.default is None}
+        optional &= self.bound.info.optional_inputs if self.bound else set()
+        for every in given:
+            yield every
+            if optional & every.keys():
+                yield {name: value for name, value in every.items() if name not in optional}
 
     def fail(self, message: str, inputs: Mapping[str, Any]) -> NonConformance:
         """The error to raise: who breaks what, and on which input."""
@@ -79,8 +86,9 @@ def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = No
         if done.next_kl_coef is not None:
             values["next_kl_coef"] = _number(done.next_kl_coef)
         return {**_valid(values, given["mask"]), **_metrics(done.metrics)}
-    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES}
-    result = recipe.loss(Batch(**{**given, **leaves}), states=states)
+    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
+    batch: dict[str, Any] = {**given, **leaves}
+    result = recipe.loss(Batch(**batch), states=states)
     return {"loss": result.loss.detach(), **_gradients(result.loss, leaves), **_metrics(result.metrics)}
 
 
@@ -105,7 +113,7 @@ def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
 
 def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]]) -> Outcome:
     """The outcome of one step made of micro-batches, each without the padding that it does not need."""
-    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES}
+    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
     totals: Totals = replace(given["totals"], micro_batches=len(cut))
     states: States = {}
     loss = torch.zeros((), dtype=torch.float64)
@@ -113,7 +121,9 @@ def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]
     for rows in cut:
         part = pick({**given, **leaves, "totals": totals}, rows)
         width = max(1, int((part["mask"] * torch.arange(1, part["mask"].shape[1] + 1)).max()))
-        trimmed = {n: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in part.items()}
+        trimmed: dict[str, Any] = {
+            n: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in part.items()
+        }
         result = recipe.loss(Batch(**trimmed), states=states)
         loss, states = loss + result.loss, result.states
         found.append(result.metrics)
@@ -158,9 +168,9 @@ def _metrics(metrics: Mapping[str, Metric]) -> Outcome:
 
 
 def _join(parts: Sequence[Metric]) -> Metric:
-    join = {"mean": torch.sum, "min": torch.min, "max": torch.max}[parts[0].reduce]
-    total, count = (torch.stack([getattr(part, name) for part in parts]) for name in ("total", "count"))
-    return Metric(join(total), count.sum(), parts[0].reduce)
+    totals = torch.stack([part.total for part in parts])
+    joined = {"mean": totals.sum(), "min": totals.min(), "max": totals.max()}[parts[0].reduce]
+    return Metric(joined, torch.stack([part.count for part in parts]).sum(), parts[0].reduce)
 
 
 def _number(value: float) -> Tensor:

@@ -16,11 +16,21 @@ from trl_variants.errors import VariantError
 from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.resolution import resolve
-from trl_variants.variant import Variant
+from trl_variants.variant import KL, Use, Variant
 
 __all__ = ["VariantConfig"]
 
 _DEFAULT_GENERATIONS = 8  # TRL's
+
+
+class _Owned(str):
+    """The help text of a field that the variant decides, with what to write instead and what TRL is shown.
+
+    It travels as the help text because the argument parser takes everything else in a field's metadata for its own.
+    """
+
+    override: str
+    neutral: Any
 
 
 def _owned(override: str, neutral: Any) -> Any:
@@ -30,14 +40,9 @@ def _owned(override: str, neutral: Any) -> Any:
         override: What to write in ``variant_overrides`` instead.
         neutral: What TRL's own checks and constructor see.
     """
-    return field(
-        default=None,
-        metadata={
-            "help": f"Decided by the variant. Use variant_overrides: {{{override}}}.",
-            "override": override,
-            "neutral": neutral,
-        },
-    )
+    text = _Owned(f"Decided by the variant. Use variant_overrides: {{{override}}}.")
+    text.override, text.neutral = override, neutral
+    return field(default=None, metadata={"help": text})
 
 
 @dataclass
@@ -122,11 +127,11 @@ class VariantConfig(GRPOConfig):
         """Resolve the variant, then run every check of TRL's with neutral values in the fields that it decides."""
         for owned in self._owned_fields():
             if getattr(self, owned.name) is not None:
-                raise VariantError(_refusal(owned.name, owned.metadata["override"]))
-            setattr(self, owned.name, owned.metadata["neutral"])
+                raise VariantError(_refusal(owned.name, owned.metadata["help"].override))
+            setattr(self, owned.name, owned.metadata["help"].neutral)
         if isinstance(self.variant_overrides, str):
             self.variant_overrides = _parse_mapping(self.variant_overrides)
-        self._recipe = resolve(self.variant, self.variant_overrides, load_registry(extra=self.variant_plugins or ()))
+        self._recipe = self._resolve()
         if self._recipe.variant.critic:
             raise VariantError(
                 f"variant '{self._recipe.variant.name}' has a critic; VariantTrainer trains none in this release."
@@ -143,11 +148,16 @@ class VariantConfig(GRPOConfig):
     @property
     def recipe(self) -> Recipe:
         """The variant with every component bound."""
+        if "_recipe" not in self.__dict__:  # pickling leaves it out
+            self._recipe = self._resolve()
         return self._recipe
+
+    def _resolve(self) -> Recipe:
+        return resolve(self.variant, self.variant_overrides, load_registry(extra=self.variant_plugins or ()))
 
     @classmethod
     def _owned_fields(cls) -> Iterator[Any]:
-        return (f for f in fields(cls) if "override" in f.metadata)
+        return (f for f in fields(cls) if isinstance(f.metadata.get("help"), _Owned))
 
     @contextmanager
     def _generations_unchecked(self) -> Iterator[None]:
@@ -190,6 +200,8 @@ class VariantConfig(GRPOConfig):
                 f"{_either(lower, upper)}" + (f", or num_generations {_either(*sorted(nearest))}." if nearest else ".")
             )
         eval_generations = self.num_generations_eval or generations
+        if eval_generations < 1:
+            raise VariantError(f"num_generations_eval ({eval_generations}) must be at least 1.")
         if self.eval_strategy != "no" and (self.per_device_eval_batch_size * processes) % eval_generations:
             raise VariantError(
                 f"An evaluation batch is per_device_eval_batch_size {self.per_device_eval_batch_size} x {processes} "
@@ -218,6 +230,10 @@ class VariantConfig(GRPOConfig):
         shown = super().to_dict()
         shown |= {owned.name: None for owned in self._owned_fields() if owned.name in shown}
         return shown | {"variant": _plain(self.variant), "variant_overrides": _plain(self.variant_overrides)}
+
+    def __str__(self) -> str:
+        """What is logged, tokens hidden. (TrainingArguments copies every value for it, and functions cannot be.)"""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         """What a checkpoint keeps: components by name, since a function of a notebook cannot be pickled."""
@@ -262,18 +278,25 @@ def _parse_mapping(text: str) -> dict[str, Any]:
     import yaml
 
     try:
-        value = json.loads(text) if text.lstrip().startswith("{") and '"' in text else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise VariantError(f"variant_overrides is neither JSON nor YAML: {error}") from error
+        value = json.loads(text)
+    except ValueError:
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise VariantError(f"variant_overrides is neither JSON nor YAML: {error}") from error
     if not isinstance(value, dict):
         raise VariantError(f"variant_overrides must be a mapping by slot, not {text!r}.")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """A value without functions: components by module and name."""
+    """A value without functions: components by module and name, in the form that a config has."""
     if isinstance(value, Variant):
         return value.name
+    if isinstance(value, Use):
+        return {"name": _plain(value.component), **_plain(dict(value.parameters))}
+    if isinstance(value, KL):
+        return {key.name: _plain(getattr(value, key.name)) for key in fields(value)}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

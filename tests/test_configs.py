@@ -1,0 +1,57 @@
+"""Every file in configs/ trains, and says of its variant what the variant itself says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from trl_variants import load_registry, resolve
+from trl_variants.trainer.launch import parse, run
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BUILT_IN = sorted(load_registry("none").variants)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    model, data = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("data")
+    return {"model": tiny.llama_folder(model), "data": tiny.dataset_folder(data)}
+
+
+def test_there_is_one_config_for_every_variant() -> None:
+    assert sorted(path.stem for path in CONFIGS.glob("*.yaml")) == BUILT_IN
+
+
+@pytest.mark.parametrize("variant", BUILT_IN)
+def test_a_config_trains_its_variant(
+    variant: str, places: dict[str, str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    line = [
+        *("--config", str(CONFIGS / f"{variant}.yaml")),
+        *("--model_name_or_path", places["model"], "--dataset_name", places["data"]),
+        *("--reward_funcs", "tests.tiny.low_words", "--output_dir", str(tmp_path / "out")),
+        *("--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_steps", "2"),
+        *("--max_completion_length", "6", "--learning_rate", "1e-3", "--gradient_accumulation_steps", "2"),
+    ]
+    if variant == "dapo":  # its penalty's slope of 256 tokens does not fit into 6
+        line += ["--variant_overrides", "{reward_shaper: {cache: 2}}"]
+    job = parse(line)
+    if variant != "dapo":
+        assert job.training.recipe.variant.name == variant
+        assert list(map(str, job.training.recipe.components)) == list(map(str, resolve(variant).components))
+    run(job)
+    assert (tmp_path / "out" / "variant.json").is_file()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_dapo_config_differs_from_the_variant_only_in_the_width_of_its_penalty() -> None:
+    training = parse(["--config", str(CONFIGS / "dapo.yaml")], anywhere=True).training
+    mine, own = list(map(str, training.recipe.components)), list(map(str, resolve("dapo").components))
+    assert [(a, b) for a, b in zip(mine, own, strict=True) if a != b] == [
+        ("soft_overlong(cache=256)", "soft_overlong(cache=None)")
+    ]
+    assert 256 == training.max_completion_length // 5
