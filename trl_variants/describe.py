@@ -28,6 +28,7 @@ __all__ = [
     "models",
     "needs",
     "number",
+    "plain",
     "recipe_dict",
     "settings_of",
     "slots_of",
@@ -94,7 +95,7 @@ def _component_dict(bound: Bound) -> dict[str, Any]:
     module = getattr(function, "__module__", "?")
     return {
         "component": bound.name,
-        "parameters": {name: _plain(value) for name, value in bound.parameters.items()},
+        "parameters": {name: plain(value) for name, value in bound.parameters.items()},
         "function": f"{module}.{getattr(function, '__qualname__', type(function).__name__)}",
         "distribution": bound.owner.distribution,
         "version": bound.owner.version or None,
@@ -102,14 +103,14 @@ def _component_dict(bound: Bound) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A parameter's value as JSON can hold it."""
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value)
 
 

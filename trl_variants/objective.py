@@ -63,7 +63,7 @@ def _lines(recipe: Recipe) -> Iterator[str]:
     if aside:
         yield rf"\ell_{{i,t}} = {policy}{_unsaid(clip)}"
     for bound in (recipe.loss_aggregator, *(() if aside else (clip,)), *recipe.regularizers):
-        if note := _unsaid(bound):
+        if bound.info.formula and (note := _unsaid(bound)):
             yield rf"\text{{{_escaped(bound.name)}}}{note}"
     for regularizer in recipe.regularizers:
         yield from _rest(_term(regularizer))
@@ -110,8 +110,8 @@ def _filled(match: re.Match[str], bound: Bound) -> str:
     value = number_latex(bound.parameters[name])
     if before:  # an argument or an index: it keeps its braces
         return f"{before}{{{value}}}"
-    signed = value.startswith("-") and re.search(r"[-+]\s*$", match.string[: match.start()])
-    return f"({value})" if signed else value
+    factor = re.search(r"(?:[-+]|\\cdot|\\times|\\,)\s*$", match.string[: match.start()])
+    return f"({value})" if value.startswith("-") and (factor or match.string[match.end() :][:1] == "^") else value
 
 
 def _unsaid(bound: Bound) -> str:

@@ -123,7 +123,8 @@ def _tensor(value: Values) -> Tensor:
     if isinstance(value, Tensor):
         return value
     tensor = torch.tensor(value)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    # From the list again: 0.1 by way of float32 is another number.
+    return torch.tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
 
 
 def _width(value: Any) -> int:

@@ -20,7 +20,7 @@ from trl_variants.cli.output import (
     print_json,
     print_raw,
 )
-from trl_variants.describe import number
+from trl_variants.describe import number, plain
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.registry import Owner, Registered, Registry
 from trl_variants.slots import SLOTS, Slot
@@ -91,7 +91,7 @@ def _problem(ask: Callable[[], object]) -> str | None:
 def _component(slot: Slot, registered: Registered) -> dict[str, Any]:
     info = registered.info
     parameters: dict[str, Any] = {
-        name: {"type": _type(parameter.annotation), "default": parameter.default}
+        name: {"type": _type(parameter.annotation), "default": plain(parameter.default)}
         for name, parameter in info.parameters.items()
     }
     parameters |= {name: {"type": "float", "default": default} for name, default in slot.parameters.items()}
@@ -132,7 +132,7 @@ def _print(data: dict[str, list[dict[str, Any]]]) -> None:
         heading = Text.assemble((slot, "bold"), "  ", (_heading(slot), "dim"))
         emit(heading, columns(rows or [("none", "")]), "")
     if usual:
-        emit(Text(f"All from {usual}, unless another distribution is named.", style="dim"))
+        emit(Text(f"From {usual}, unless another distribution is named.", style="dim"))
 
 
 def _heading(slot: str) -> str:
@@ -169,11 +169,12 @@ def _usual(data: dict[str, list[dict[str, Any]]]) -> str:
 def _markdown(data: dict[str, list[dict[str, Any]]]) -> str:
     sections = []
     for slot, entries in data.items():
-        lines = [f"## {slot}", "", _heading(slot).capitalize() + ".", ""]
+        heading = _heading(slot)
+        lines = [f"## {slot}", "", f"{heading[0].upper()}{heading[1:]}.", ""]
         rows = [
             (
                 code(entry["name"]),
-                entry["summary"],
+                " ".join(filter(None, (entry["summary"], entry["problem"]))),
                 _settable(entry) if slot == "variant" else code(_settable(entry)),
                 paper_link(entry.get("paper")),
                 _owner(entry),

@@ -28,7 +28,10 @@ def run(registry: Registry, a: str, b: str, everything: bool, form: Form) -> Non
     if form == "json":
         print_json(_data(first, second, lines, everything))
     elif form == "markdown":
-        rows = [(code(name), _cell(left, equal), _cell(right, equal)) for name, left, right, equal in shown]
+        rows = [
+            (code(name), *(f"**{side}**" if everything and not equal else side for side in (left, right)))
+            for name, left, right, equal in shown
+        ]
         print_raw(markdown_table(("", a, b), rows) if rows else f"`{a}` and `{b}` are the same.")
     elif not shown:
         print_raw(f"{a} and {b} are the same.")
@@ -37,14 +40,9 @@ def run(registry: Registry, a: str, b: str, everything: bool, form: Form) -> Non
             (Text(name, style="cyan"), *(Text(side, style="dim" if equal else "") for side in (left, right)))
             for name, left, right, equal in shown
         ]
-        emit(columns(cells, header=("", a, b)), "")
-        if everything or not same:
-            return
-        emit(Text(f"The same: {', '.join(same)}.", style="dim"))
-
-
-def _cell(side: str, equal: bool) -> str:
-    return side if equal else f"**{side}**"
+        emit(columns(cells, header=("", a, b)))
+        if same and not everything:
+            emit("", Text(f"The same: {', '.join(same)}.", style="dim"))
 
 
 def _lines(a: Recipe, b: Recipe) -> list[Line]:

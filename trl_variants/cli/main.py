@@ -123,3 +123,7 @@ def table(plugins: Plugins = None, json: Json = False, markdown: Markdown = Fals
 
     form = chosen(json, markdown)
     verb.run(load(plugins), form)
+
+
+# Verbs that need the trainer are registered from here on. Their modules import trl inside the functions, so that the
+# verbs above start without it.

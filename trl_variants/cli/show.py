@@ -42,6 +42,12 @@ from trl_variants.variant import INHERIT
 __all__ = ["run"]
 
 _INDENT = (0, 0, 0, 2)
+#: The keys of a KL override that change each of its slots.
+_KL_KEYS = {
+    "kl_estimator": ("estimator",),
+    "kl_placement": ("placement", "weighted"),
+    "kl_controller": ("controller", "coef"),
+}
 
 #: What the built-in formulas write without saying.
 _LEGEND = (
@@ -78,24 +84,26 @@ def _sources(registry: Registry, name: str, overrides: Mapping[str, Any]) -> dic
     chain = [registry.variant(name)]
     while parent := chain[-1].extends:
         chain.append(registry.variant(parent))
-    return {
-        field: "override"
-        if field in overrides
-        else next((variant.name for variant in chain if getattr(variant, field) is not INHERIT), "default")
+    said = {
+        field: next((variant.name for variant in chain if getattr(variant, field) is not INHERIT), "default")
         for field in dict.fromkeys((*OVERRIDES, *SETTINGS))
     }
+    for slot, keys in _KL_KEYS.items():
+        changed = overrides.get("kl", {})
+        partly = isinstance(changed, Mapping) and not any(key in changed for key in keys)
+        said[slot] = said["kl"] if partly else "override"
+    return {**said, **dict.fromkeys(overrides, "override")}
 
 
 def _rows(recipe: Recipe, data: dict[str, Any]) -> list[tuple[str, Bound | None, str]]:
     """Every slot as it is filled: its name, a component or none, and which variant said so."""
     rows: list[tuple[str, Bound | None, str]] = []
     for slot, filled in slots_of(recipe).items():
-        in_kl = slot.startswith("kl_")
-        if in_kl and recipe.kl is None:
+        if slot.startswith("kl_") and recipe.kl is None:
             if slot == "kl_estimator":
                 rows.append(("kl", None, data["set_by"]["kl"]))
             continue
-        rows += [(slot, bound, data["set_by"]["kl" if in_kl else slot]) for bound in filled or (None,)]
+        rows += [(slot, bound, data["set_by"][slot]) for bound in filled or (None,)]
     return rows
 
 

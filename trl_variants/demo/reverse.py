@@ -80,7 +80,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

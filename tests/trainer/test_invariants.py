@@ -1,0 +1,280 @@
+"""What must hold on a real run, whatever the variant (design.md, section 4)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.trainer import runs
+from trl_variants import load_registry, resolve
+
+REGISTRY = load_registry("none")
+RECIPES = {name: resolve(name, None, REGISTRY) for name in REGISTRY.variants}
+VARIANTS = [name for name, recipe in RECIPES.items() if not recipe.variant.critic]
+#: Variants that may use a rollout for more than one optimizer step.
+REUSING = [name for name in VARIANTS if RECIPES[name].variant.max_updates_per_rollout is None]
+
+
+# -- the learning phase --------------------------------------------------------------------------------------------
+
+
+class Frozen(runs.Watched):
+    """Remembers what each micro-batch held at its first visit, and the policy as it was at the rollout."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.at_rollout = copy.deepcopy({k: v.detach() for k, v in self.model.state_dict().items()})
+        self.first_seen: dict[int, dict[str, Tensor]] = {}
+        self.visits = 0
+        return super()._generate_and_score_completions(inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        names = ("advantages", "ref_per_token_logps", "loss_mask", "rewards")
+        seen = self.first_seen.setdefault(id(inputs), {name: inputs[name].clone() for name in names})
+        for name in names:
+            assert torch.equal(seen[name], inputs[name]), f"{name} changed while learning"
+        loss = super()._compute_loss(model, inputs)
+        batch = self.spy.batches[-1][0]
+        old = seen.setdefault("old", batch.old_log_probs.clone())
+        assert torch.equal(old, batch.old_log_probs), "old log-probs changed while learning"
+        self.visits += 1
+        self.check_old(inputs, old)
+        return loss
+
+    def check_old(self, inputs: dict[str, Any], old: Tensor) -> None:
+        """They are those of the policy at the rollout, from a plain forward in float64."""
+        policy = tiny.model()
+        policy.load_state_dict(self.at_rollout)
+        expected = runs.log_probs(policy, inputs)
+        mask = inputs["loss_mask"]
+        torch.testing.assert_close(old[mask].double(), expected[mask], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["grpo", "trl_rloo", "reinforce_pp"])
+def test_what_the_rollout_fixed_never_changes_while_learning(variant: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runs, "Watched", Frozen)
+    trainer = runs.trained(tmp_path, variant, steps_per_generation=4, num_iterations=3, max_steps=8)
+    # Two mini-batches, three epochs: six steps for the first rollout; the other two, of two micro-batches each,
+    # begin the second.
+    assert len(trainer.spy.rollouts) == 2 and trainer.visits == 4 and len(trainer.spy.batches) == 16
+    moved = [not torch.equal(batch.log_probs, batch.old_log_probs) for batch, *_ in trainer.spy.batches]
+    assert moved == [False] * 2 + [True] * 10 + [False] * 2 + [True] * 2
+
+
+def test_the_optimizer_steps_mini_batches_times_epochs_per_rollout(tmp_path: Any) -> None:
+    trainer = runs.build(tmp_path, "grpo", steps_per_generation=6, num_iterations=2, max_steps=13)
+    steps = []
+    create = trainer.create_optimizer
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer = create(*args, **kwargs)
+        optimizer.register_step_post_hook(lambda *_: steps.append(len(trainer.generated)))
+        return optimizer
+
+    trainer.create_optimizer = counted
+    trainer.train()
+    # 6 / 2 = 3 mini-batches, 2 epochs: 6 steps on each of the first two rollouts, the 13th begins the third.
+    assert steps == trainer.generations_before_step == [1] * 6 + [2] * 6 + [3]
+
+
+def test_reference_and_reward_model_never_change_and_the_policy_does(tmp_path: Any) -> None:
+    judge = runs.reward_model()
+    trainer = runs.build(
+        tmp_path,
+        "grpo",
+        rewards=[judge, tiny.low_words],
+        options={"reward_processing_classes": [tiny.tokenizer(), None]},
+        num_iterations=2,
+        max_steps=4,
+    )
+    before = runs.digest(trainer.model), runs.digest(trainer.ref_model), runs.digest(judge)
+    assert before[0] == before[1]
+    trainer.train()
+    after = runs.digest(trainer.model), runs.digest(trainer.ref_model), runs.digest(judge)
+    assert after[0] != before[0] and after[1:] == before[1:]
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
+@pytest.mark.parametrize("variant", REUSING)
+def test_the_first_step_after_a_rollout_has_ratio_one_and_clips_nothing(variant: str, tmp_path: Any) -> None:
+    trainer = runs.trained(tmp_path, variant, steps_per_generation=4, num_iterations=2, max_steps=5, **runs.SGD)
+    # Two mini-batches of two micro-batches, two epochs; the fifth step is the first on the second rollout.
+    later = []
+    for index, (batch, result, _) in enumerate(trainer.spy.batches):
+        shares = [float(m.total) for name, m in result.metrics.items() if name.startswith("clip_ratio/")]
+        assert shares
+        if index in (0, 1, 8, 9):
+            assert torch.equal(batch.log_probs, batch.old_log_probs)
+            assert not any(shares), f"{variant} clips on-policy"
+        else:
+            later.append(sum(shares))
+    if RECIPES[variant].clip_rule.name == "ppo_clip":
+        assert max(later) > 0  # it would have been seen
+
+
+# -- the gradient --------------------------------------------------------------------------------------------------
+
+
+def plain_weight(recipe: Any, batch: Any, row: int) -> float:
+    """What -A log pi of one token is multiplied by, on-policy, by the aggregator's definition."""
+    length = int(batch.mask[row].sum())
+    rows, tokens = batch.totals.rows, batch.totals.tokens
+    name = recipe.loss_aggregator.name
+    if recipe.importance_ratio.name == "sequence_sum":
+        # d prod(rho) / d log pi_t = 1 for every token, and the mean over a completion's tokens of one value is itself.
+        return 1 / rows
+    return {
+        "seq_mean_token_mean": 1 / (rows * length),
+        "seq_mean_token_sum": 1 / rows,
+        "seq_mean_token_sum_norm": 1 / (rows * 8),  # max_completion_length
+        "token_mean": 1 / tokens,
+        "token_mean_local": 1 / (int(batch.mask.sum()) * batch.totals.micro_batches),
+    }[name]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_epoch_and_one_mini_batch_give_the_plain_policy_gradient(variant: str, tmp_path: Any) -> None:
+    trainer = runs.build(tmp_path, variant, max_steps=1, variant_overrides={"kl": "none"})
+    checked = []
+    loss = trainer.spy.loss
+
+    def checking(batch: Any, **kwargs: Any) -> Any:
+        result = loss(batch, **kwargs)
+        (got,) = torch.autograd.grad(result.loss, batch.log_probs, retain_graph=True)
+        for row, column in batch.mask.nonzero().tolist():
+            advantage = batch.advantages.expand_as(got)[row, column].item()
+            assert got[row, column].item() == pytest.approx(
+                -advantage * plain_weight(RECIPES[variant], batch, row), rel=1e-5, abs=1e-9
+            )
+            checked.append(advantage)
+        assert not got[~batch.mask].any()
+        return result
+
+    trainer.spy.loss = checking
+    trainer.train()
+    assert len(checked) > 20 and any(checked)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_trains_with_finite_numbers(variant: str, tmp_path: Any) -> None:
+    model = tiny.model()
+    before = runs.weights(model)
+    trainer = runs.trained(tmp_path, variant, model=model)
+    assert len(trainer.logs) == 3
+    for entry in trainer.logs:
+        for name, value in entry.items():
+            assert isinstance(value, (int, float)) and math.isfinite(value), f"{name} is {value}"
+        assert entry["grad_norm"] > 0
+    after = runs.weights(model)
+    assert after.isfinite().all() and (after - before).abs().max() > 1e-3
+
+
+def gradient(folder: Any, variant: str, per_device: int, accumulation: int, **settings: Any) -> Tensor:
+    trainer = runs.trained(
+        folder,
+        variant,
+        options={"rollout_func": runs.scripted()},
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+        max_steps=1,
+        **settings,
+    )
+    (found,) = trainer.gradients
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_is_the_same_however_the_step_is_cut(variant: str, tmp_path: Any) -> None:
+    whole = gradient(tmp_path, variant, 8, 1)
+    assert whole.norm() > 0.01
+    local = [b.name for b in RECIPES[variant].components if b.info.batch_statistic]
+    assert local == (["token_mean_local"] if variant == "trl_bnpo" else [])
+    for per_device, accumulation in ((4, 2), (2, 4)):
+        cut = gradient(tmp_path, variant, per_device, accumulation)
+        apart = (cut - whole).norm() / whole.norm()
+        assert apart > 1e-2 if local else apart < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dapo", "reinforce_pp_baseline"])
+def test_regularizers_do_not_depend_on_the_cut_either(variant: str, tmp_path: Any) -> None:
+    overrides = {"regularizer": {"name": "entropy_bonus", "coef": 0.5}}
+    whole = gradient(tmp_path, variant, 8, 1, variant_overrides=overrides)
+    cut = gradient(tmp_path, variant, 2, 4, variant_overrides=overrides)
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+    assert (whole - gradient(tmp_path, variant, 8, 1)).norm() > 1e-2
+
+
+@pytest.mark.parametrize("variant", ["grpo", "trl_dapo", "dr_grpo"])
+def test_the_loss_of_a_window_is_its_own_mean_when_a_rollout_holds_several(variant: str, tmp_path: Any) -> None:
+    # Two windows of 2 micro-batches from one rollout; their token counts differ (pains A02). lr 0, so on-policy.
+    trainer = runs.trained(
+        tmp_path,
+        variant,
+        options={"rollout_func": runs.scripted()},
+        steps_per_generation=4,
+        learning_rate=0.0,
+        max_steps=2,
+        variant_overrides={"kl": "none"},
+    )
+    tokens = []
+    for step in range(2):
+        window = trainer.spy.batches[2 * step : 2 * step + 2]
+        total = sum(float(batch.mask.sum()) for batch, *_ in window)
+        rows = sum(len(batch.mask) for batch, *_ in window)
+        assert {batch.totals.tokens for batch, *_ in window} == {total}
+        assert {batch.totals.rows for batch, *_ in window} == {rows}
+        expected = -sum(
+            batch.advantages.expand_as(batch.mask)[i, t].item() * plain_weight(RECIPES[variant], batch, i)
+            for batch, *_ in window
+            for i, t in batch.mask.nonzero().tolist()
+        )
+        assert trainer.losses[step] == pytest.approx(expected, abs=1e-6)
+        tokens.append(total)
+    assert tokens[0] != tokens[1]
+
+
+# -- masked places -------------------------------------------------------------------------------------------------
+
+
+class Junk(runs.Watched):
+    """Puts a value into every masked position of every tensor per token."""
+
+    value = 0.0
+
+    def _forward(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
+        log_probs, entropies, aux = super()._forward(model, inputs, **kwargs)
+        mask = inputs["completion_mask"].bool()
+        if "tool_mask" in inputs:
+            mask = mask & inputs["tool_mask"].bool()
+        log_probs = log_probs.masked_fill(~mask, self.value)
+        return log_probs, entropies if entropies is None else entropies.masked_fill(~mask, self.value), aux
+
+
+def env_mask(prompt: str, index: int, tokens: list[int]) -> list[int]:
+    """Every third token was written by the environment."""
+    return [int(i % 3 != 1) for i in range(len(tokens))]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 200.0, -200.0])
+@pytest.mark.parametrize("variant", ["grpo", "reinforce_pp", "trl_rloo", "gspo"])
+def test_junk_at_masked_places_changes_nothing(variant: str, value: float, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runs, "Watched", Junk)
+    settings = {"num_iterations": 2, "max_steps": 2, "options": {"rollout_func": runs.scripted(env_mask=env_mask)}}
+    monkeypatch.setattr(Junk, "value", 0.0)
+    clean = runs.trained(tmp_path, variant, **settings)
+    monkeypatch.setattr(Junk, "value", value)
+    spoilt = runs.trained(tmp_path, variant, **settings)
+    assert torch.equal(runs.weights(clean.model), runs.weights(spoilt.model))
+    assert torch.equal(clean.gradients[-1], spoilt.gradients[-1]) and clean.gradients[-1].isfinite().all()
+    times = ("runtime", "per_second", "step_time", "epoch")
+    for a, b in zip(clean.logs, spoilt.logs, strict=True):
+        assert {k: v for k, v in a.items() if not k.endswith(times)} == {
+            k: v for k, v in b.items() if not k.endswith(times)
+        }
