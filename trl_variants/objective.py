@@ -133,13 +133,13 @@ def _definition(bound: Bound, symbol: str, sign: str = "=") -> str:
     """``symbol = formula``; the formula alone where it already says what it defines."""
     term = _term(bound)
     note = _unsaid(bound) if bound.info.formula else ""
-    return (term if _says_what_it_defines(term) else f"{symbol} {sign} {term}") + note
+    return (term if _says_what_it_defines(bound) else f"{symbol} {sign} {term}") + note
 
 
 def _reward(shaper: Bound) -> str:
     """A shaper that names rewards returns the new ones; another one a term to add."""
     symbol = "r_{i,t}" if "token_rewards" in shaper.info.inputs else "r_i"
-    if {"rewards", "token_rewards"} & set(shaper.info.inputs) or _says_what_it_defines(_term(shaper)):
+    if {"rewards", "token_rewards"} & set(shaper.info.inputs) or _says_what_it_defines(shaper):
         return _definition(shaper, symbol, r"\leftarrow")
     term = _term(shaper)
     term = f"- {term[1:].lstrip()}" if term.startswith("-") else f"+ {term}"
@@ -209,9 +209,9 @@ def _rest(term: str) -> list[str]:
     return [clause.strip() for clause in re.split(r",?\s*\\quad", term)[1:]]
 
 
-def _says_what_it_defines(term: str) -> bool:
-    """Whether ``=`` or an arrow stands outside of all braces."""
-    outside, before = term, ""
+def _says_what_it_defines(bound: Bound) -> bool:
+    """Whether ``=`` or an arrow stands outside of all braces of a component's formula."""
+    outside, before = bound.info.formula or "", ""
     while outside != before:
         before, outside = outside, re.sub(r"\{[^{}]*\}", "", outside)
     return "=" in outside or r"\leftarrow" in outside or r"\gets" in outside

@@ -44,7 +44,9 @@ def to_unicode(latex: str) -> str:
         >>> to_unicode(r"\log\frac{\pi_{\text{ref}}}{\pi_\theta}")
         'log(π_ref/π_θ)'
     """
-    text = _Reader(_TOKEN.findall(latex)).rest()
+    reader, text = _Reader(_TOKEN.findall(latex)), ""
+    while reader.tokens:  # more than once if a brace closes that none opened
+        text += reader.rest()
     text = re.sub(_APPLY + r"(?=\w)", " ", text).replace(_APPLY, "")
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"([(\[]) | (?=×)|(?<=×) ", r"\1", text)
@@ -159,11 +161,11 @@ def _subscript(content: str) -> str:
     if all(_INDEX.fullmatch(part) for part in parts):
         return "".join(parts).translate(_SUBSCRIPTS)
     joined = ",".join(parts)
-    return f"_{joined}" if joined.isalnum() else f"_{{{joined}}}"
+    return f"_{joined}" if joined.isalnum() else f"_{{{joined}}}" if joined else ""
 
 
 def _superscript(content: str) -> str:
     compact = re.sub(r"\s", "", content)
     if _POWER.fullmatch(compact):
         return compact.translate(_SUPERSCRIPTS)
-    return f"^{compact}" if compact.isalnum() else f"^({content.strip()})"
+    return f"^{compact}" if compact.isalnum() else f"^({content.strip()})" if compact else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, TrainerCallback
 
 from tests import tiny
 from trl_variants import VariantTrainer
@@ -154,14 +155,25 @@ def digest(model: torch.nn.Module) -> str:
     return sums.hexdigest()
 
 
-def log_probs(model: torch.nn.Module, output: dict[str, Any], temperature: float = 1.0) -> Tensor:
-    """(B, T) log-probs in float64, from the model's ordinary forward, written out."""
+def distributions(model: torch.nn.Module, output: dict[str, Any], temperature: float = 1.0) -> Tensor:
+    """(B, T, vocabulary) log-probs in float64, from the model's ordinary forward, written out."""
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
     width = output["completion_ids"].shape[1]
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits.double()[:, -width - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, output["completion_ids"][..., None])[..., 0]
+    return logits.log_softmax(-1)
+
+
+def log_probs(model: torch.nn.Module, output: dict[str, Any], temperature: float = 1.0) -> Tensor:
+    """(B, T) log-probs of the completions, in float64."""
+    return distributions(model, output, temperature).gather(-1, output["completion_ids"][..., None])[..., 0]
+
+
+def entropies(model: torch.nn.Module, output: dict[str, Any], temperature: float = 1.0) -> Tensor:
+    """(B, T) entropies in nats, in float64."""
+    logs = distributions(model, output, temperature)
+    return -(logs.exp() * logs).sum(-1)
 
 
 def reward_model(seed: int = 5) -> Qwen2ForSequenceClassification:
@@ -179,3 +191,14 @@ def reward_model(seed: int = 5) -> Qwen2ForSequenceClassification:
     )
     config._name_or_path = "judge"
     return Qwen2ForSequenceClassification(config).eval()
+
+
+def variation(**changes: Any) -> Qwen2ForCausalLM:
+    """The tiny model with some settings of its config changed."""
+    plain = tiny.model()
+    config = copy.deepcopy(plain.config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    built = Qwen2ForCausalLM(config)
+    built.load_state_dict(plain.state_dict())
+    return built

@@ -102,7 +102,7 @@ def test_reference_and_reward_model_never_change_and_the_policy_does(tmp_path: A
 
 @pytest.mark.parametrize("variant", REUSING)
 def test_the_first_step_after_a_rollout_has_ratio_one_and_clips_nothing(variant: str, tmp_path: Any) -> None:
-    trainer = runs.trained(tmp_path, variant, steps_per_generation=4, num_iterations=2, max_steps=5, **runs.SGD)
+    trainer = runs.trained(tmp_path, variant, steps_per_generation=4, num_iterations=2, max_steps=5, learning_rate=0.03)
     # Two mini-batches of two micro-batches, two epochs; the fifth step is the first on the second rollout.
     later = []
     for index, (batch, result, _) in enumerate(trainer.spy.batches):
@@ -115,6 +115,30 @@ def test_the_first_step_after_a_rollout_has_ratio_one_and_clips_nothing(variant:
             later.append(sum(shares))
     if RECIPES[variant].clip_rule.name == "ppo_clip":
         assert max(later) > 0  # it would have been seen
+
+
+def test_a_model_in_bfloat16_has_ratio_one_too_and_components_see_float32(tmp_path: Any) -> None:
+    model = tiny.model(dtype=torch.bfloat16)
+    trainer = runs.trained(tmp_path, "grpo", model=model, steps_per_generation=4, max_steps=2)
+    batches = [batch for batch, *_ in trainer.spy.batches]
+    for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropies", "advantages"):
+        assert {getattr(batch, name).dtype for batch in batches} == {torch.float32}
+    assert [torch.equal(batch.log_probs, batch.old_log_probs) for batch in batches] == [True, True, False, False]
+
+
+def test_the_sampling_temperature_is_that_of_every_log_prob(tmp_path: Any) -> None:
+    trainer = runs.build(tmp_path, "rloo", temperature=0.5, max_steps=1)
+    policy = copy.deepcopy(tiny.model())
+    trainer.train()
+    (output,) = trainer.generated
+    mask, expected = output["loss_mask"], runs.log_probs(policy, output, temperature=0.5)
+    for name in ("rollout_log_probs", "ref_per_token_logps"):
+        torch.testing.assert_close(output[name][mask].double(), expected[mask], atol=2e-5, rtol=0)
+    learnt = torch.cat([batch.log_probs.detach()[batch.mask] for batch, *_ in trainer.spy.batches])
+    torch.testing.assert_close(learnt.double().sort()[0], expected[mask].sort()[0], atol=2e-5, rtol=0)
+    (entry,) = trainer.logs
+    assert entry["kl"] == pytest.approx(0, abs=1e-6)
+    assert entry["entropy"] == pytest.approx(runs.entropies(policy, output, temperature=0.5)[mask].mean(), abs=1e-4)
 
 
 # -- the gradient --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from trl_variants import __version__
+from trl_variants.cli import train
 from trl_variants.errors import VariantError
 
 
@@ -127,3 +128,7 @@ def table(plugins: Plugins = None, json: Json = False, markdown: Markdown = Fals
 
 # Verbs that need the trainer are registered from here on. Their modules import trl inside the functions, so that the
 # verbs above start without it.
+
+
+app.command(context_settings=train.PASS_ON)(train.check)
+app.command(context_settings=train.PASS_ON)(train.train)

@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from trl_variants.errors import VariantError
 from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
+from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
 from trl_variants.variant import KL, Use, Variant
 
@@ -144,6 +145,7 @@ class VariantConfig(GRPOConfig):
         with self._generations_unchecked():
             super().__post_init__()
         self._check_schedule()
+        rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property
     def recipe(self) -> Recipe:

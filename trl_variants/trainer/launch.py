@@ -191,7 +191,9 @@ def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> l
     from trl import rewards as trl_rewards
 
     registered = dict(load_registry(extra=training.variant_plugins or ()).reward_functions)
-    known = {name: getattr(trl_rewards, name) for name in trl_rewards.__all__ if name.endswith("_reward")}
+    # Names that begin with get_ make a reward function, and are none.
+    names = (name for name in trl_rewards.__all__ if name.endswith("_reward") and not name.startswith("get_"))
+    known = {name: getattr(trl_rewards, name) for name in names}
     known |= registered
     found: list[Callable[..., Any] | str] = []
     if script.reward_model_name_or_path:

@@ -26,6 +26,8 @@ class Reference:
       whose weights were changed, and fails for one without a path.)
     - A new LoRA adapter, which starts as zero: the model with the adapter switched off.
     - Any other adapter: a frozen copy of the adapter, never optimized and never saved.
+
+    It is scored without dropout, whatever mode the policy is in.
     """
 
     def __init__(self, trainer: Any, peft_config: Any | None) -> None:
@@ -44,8 +46,14 @@ class Reference:
         if self.model is not None:
             yield self.model
             return
-        with use_adapter(self._trainer.accelerator.unwrap_model(self._trainer.model), adapter_name=self.adapter):
-            yield self._trainer.model
+        policy = self._trainer.model
+        training = policy.training
+        with use_adapter(self._trainer.accelerator.unwrap_model(policy), adapter_name=self.adapter):
+            policy.eval()
+            try:
+                yield policy
+            finally:
+                policy.train(training)
 
 
 def _frozen_copy(trainer: Any, policy: nn.Module) -> nn.Module:
@@ -73,17 +81,21 @@ def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
 def _copy_adapter(policy: Any) -> str:
     """Add a frozen copy of the active adapter, and keep it out of what is saved."""
     trained = policy.active_adapter
+    # An earlier trainer of the same model may have left its own behind.
+    taken = len([name for name in policy.peft_config if name.startswith(_ADAPTER)])
+    twin_name = f"{_ADAPTER}_{taken + 1}" if taken else _ADAPTER
     config = copy.deepcopy(policy.peft_config[trained])
     if getattr(config, "init_lora_weights", None) is not None:
         config.init_lora_weights = False  # some ways to initialize would change the base weights once more
-    policy.add_adapter(_ADAPTER, config)
+    policy.add_adapter(twin_name, config)
+    twins = []
     for name, parameter in policy.named_parameters():
         if f".{trained}." in name or name.endswith(f".{trained}"):
-            twin = name.replace(f".{trained}", f".{_ADAPTER}")
-            policy.get_parameter(twin).data.copy_(parameter.data)
+            twin = policy.get_parameter(name.replace(f".{trained}", f".{twin_name}"))
+            twin.data.copy_(parameter.data)
+            twins.append(twin)
     policy.set_adapter(trained)
-    for name, parameter in policy.named_parameters():
-        if f".{_ADAPTER}" in name:
-            parameter.requires_grad_(False)
+    for twin in twins:
+        twin.requires_grad_(False)
     policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[trained])
-    return _ADAPTER
+    return twin_name

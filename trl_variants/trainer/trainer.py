@@ -149,11 +149,12 @@ class VariantTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         if self.reference:
             with self.reference.scored() as model:
-                output["ref_per_token_logps"] = self._score(model, output)
+                output["ref_per_token_logps"] = self._score(model, output, size)
         if self.recipe.needs_rollout_log_probs:
-            output["rollout_log_probs"] = self._score(self.model, output)
+            output["rollout_log_probs"] = self._score(self.model, output, size)
 
         if mode == "train":
             self.kl_coef = self._next_kl_coef
@@ -196,7 +197,7 @@ class VariantTrainer(GRPOTrainer):
                 if index != first:
                     batch["old_per_token_logps"] = batch.get("rollout_log_probs")
                     if batch["old_per_token_logps"] is None:
-                        batch["old_per_token_logps"] = self._score(self.model, batch)
+                        batch["old_per_token_logps"] = self._score(self.model, batch, len(batch["loss_mask"]))
 
     def _totals(self, steps: list[list[dict[str, Any]]]) -> list[Totals]:
         """Counts of each optimizer step over its micro-batches and all ranks, in one reduction."""
@@ -270,10 +271,8 @@ class VariantTrainer(GRPOTrainer):
             **kwargs,
         )
 
-    def _score(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """(·, T) log-probs without gradient, in chunks of the micro-batch size."""
-        training = self.model.training
-        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+    def _score(self, model: Any, inputs: dict[str, Any], size: int) -> Tensor:
+        """(·, T) log-probs without gradient, ``size`` rows at a time."""
         kwargs = self.args.gradient_checkpointing_kwargs
         with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
             return self._forward(model, inputs, batch_size=size)[0]
