@@ -63,7 +63,7 @@ def test_a_ratio_of_the_sequence_stands_in_the_loss_without_a_token() -> None:
 def test_the_latex_is_what_the_text_is_made_from() -> None:
     recipe = resolve("dr_grpo", {"token_weight": "none"}, REGISTRY)
     assert formula(recipe)[0] == (
-        r"\mathcal{L} = \frac{1}{N L} \sum_i \sum_t \left[ -\min\left( \rho_{i,t} \hat A_i,\; "
+        r"\mathcal{L} = \frac{1}{N L_{\max}} \sum_i \sum_t \left[ -\min\left( \rho_{i,t} \hat A_i,\; "
         r"\mathrm{clip}(\rho_{i,t}, 1 - 0.2, 1 + 0.2)\, \hat A_i \right) \right]"
     )
     assert len(formula(recipe)) == len(formula_text(recipe))

@@ -112,9 +112,20 @@ class Registry:
             f"No variant named '{name}'.{did_you_mean(name, self._variants)} Registered: {listing(owned)}."
         )
 
+    def reward_function(self, name: str) -> Callable[..., Any]:
+        """One reward function, or a `VariantError` with the nearest name and all that exist."""
+        self._refuse_disputed("reward_function", name)
+        if name in self._reward_functions:
+            return self._reward_functions[name][0]
+        known = self._reward_functions
+        raise self._unknown(
+            f"No reward function named '{name}'.{did_you_mean(name, known)} Registered: {listing(sorted(known))}."
+        )
+
     def owner(self, slot: str, name: str) -> Owner:
-        """Who registered a component; for ``slot="variant"``, a variant."""
-        return self._variants[name][1] if slot == "variant" else self.component(slot, name).owner
+        """Who registered a component first; ``variant`` and ``reward_function`` count as slots here."""
+        found = self._known(slot, name) if slot in (*SLOTS, "variant", "reward_function") else None
+        return found[1] if found else self.component(slot, name).owner  # which says what is wrong
 
     def _unknown(self, message: str) -> VariantError:
         """An error for a missing name; broken plugins, which may own it, are named and the first is the cause."""

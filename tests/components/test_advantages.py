@@ -35,6 +35,7 @@ def one_group(function: object, rewards: list[float], scored: list[bool] | None 
 
 def test_returns_subtracts_a_constant() -> None:
     close(returns(double([1.0, 0.0]), torch.tensor([True, True]), baseline=0.25), [0.75, -0.25])
+    close(returns(double([1.0, 0.0]), torch.tensor([True, False]), baseline=0.25), [0.75, 0.0])
     close(estimate("returns", make_rollout([1.0, 0.0]), baseline=0.25), [0.75, -0.25])
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from tests.components.common import checked, close, double, groups
-from trl_variants import VariantError, resolve
+from trl_variants import VariantError, __version__, resolve
 from trl_variants.components import filters
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch, make_rollout
@@ -75,8 +75,8 @@ def test_a_filter_may_look_at_one_reward_function() -> None:
     with pytest.raises(VariantError) as error:
         keep({"name": "zero_variance", "reward": "acuracy"}, rollout)
     assert str(error.value) == (
-        "sample_filter 'zero_variance' (trl-variants 0.1.0) failed: there is no reward function named 'acuracy'; "
-        "there are: accuracy, style"
+        f"sample_filter 'zero_variance' (trl-variants {__version__}) failed: there is no reward function named "
+        "'acuracy'; there are: accuracy, style"
     )
 
 

@@ -170,6 +170,34 @@ def test_the_value_loss_equals_a_loop(rows: list[tuple], clip: float | None) -> 
     close(value_loss(v, old, target, clip=clip), [expected])
 
 
+def test_the_critic_learns_the_same_however_the_step_is_cut() -> None:  # pains A08
+    ppo = Variant(
+        name="x", extends="grpo", advantage_estimator="gae", regularizer="value_loss", kl=None, critic="separate"
+    )
+    recipe = resolve(ppo, registry=REGISTRY)
+    mask = torch.arange(4)[None] < torch.tensor([[1], [4], [2], [3]])
+    table = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gradient(*cut: list[int]) -> torch.Tensor:
+        values = table.clone().requires_grad_()
+        for rows in cut:
+            batch = make_batch(
+                advantages=[0.0] * len(rows),
+                values=values[rows],
+                old_values=table[rows] - 0.1,
+                returns=table[rows] + 0.5,
+                mask=mask[rows],
+                totals=replace(Totals.of(mask), micro_batches=len(cut)),
+            )
+            recipe.loss(batch).loss.backward()
+        return values.grad
+
+    whole = gradient([0, 1, 2, 3])
+    close(whole[mask], double([-0.5 / 10] * 10))  # (V - R) / tokens
+    for cut in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
+        close(gradient(*cut), whole)
+
+
 def test_a_value_clip_of_nothing_is_refused() -> None:
     ppo = Variant(name="x", extends="grpo", advantage_estimator="gae", critic="separate", kl=None)
     with pytest.raises(VariantError, match="clip must be above 0, or null for no clipping.$"):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.components.common import checked, close, double, tables
-from trl_variants import VariantError, resolve
+from trl_variants import Variant, VariantError, component, resolve
 from trl_variants.components.weights import rollout_correction
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch
@@ -104,10 +105,8 @@ def test_weights_carry_no_gradient() -> None:
 
 
 def test_weights_multiply() -> None:
-    from trl_variants import Variant, component
-
     @component
-    def halve(mask):
+    def halve(mask: Tensor) -> Tensor:
         return torch.full(mask.shape, 0.5, dtype=torch.float64)
 
     variant = Variant(name="x", extends="dr_grpo", token_weight=["rollout_correction", halve])

@@ -95,9 +95,7 @@ def build(
         model=tiny.model() if model is None else model,
         reward_funcs=rewards,
         args=tiny.config(folder, variant, **settings),
-        train_dataset=tiny.dataset(rows),
-        processing_class=tiny.tokenizer(),
-        **(options or {}),
+        **{"train_dataset": tiny.dataset(rows), "processing_class": tiny.tokenizer(), **(options or {})},
     )
 
 

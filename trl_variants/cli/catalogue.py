@@ -65,10 +65,10 @@ def _entries(registry: Registry, slot: str) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "summary": (inspect.getdoc(function) or "").partition("\n")[0],
-                **_owned(owner),
-                "problem": None,
+                **_owned(registry.owner(slot, name)),
+                "problem": _problem(partial(registry.reward_function, name)),
             }
-            for name, (function, owner) in registry._reward_functions.items()
+            for name, function in registry.reward_functions.items()
         ]
     return [
         {

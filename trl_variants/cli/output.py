@@ -132,7 +132,7 @@ def _widths(rows: Sequence[Row], header: Sequence[str], total: int) -> list[int]
         excess = max(sum(widths) - room, 0)
         widths[index] -= min(excess, max(widths[index] - 4, 0))
     while (left := room - sum(widths)) > 0 and (short := [i for i, w in enumerate(widths) if w < natural[i]]):
-        for index in short[: left or 1]:
+        for index in short[:left]:
             widths[index] += 1
     return widths
 

@@ -119,7 +119,7 @@ def leave_one_out(rewards: Tensor, scored: Tensor, group_ids: Tensor, *, zero_co
 
 @component(
     paper="https://arxiv.org/abs/2501.03262",
-    formula=r"\hat A_{i,t} = \sum_{s \ge t} {gamma}^{s-t}\, r_{i,s}",
+    formula=r"\hat A_{i,t} = \sum_{s \ge t} \gamma^{s-t}\, r_{i,s}, \quad \gamma = {gamma}",
     check=lambda p: 0 <= p.gamma <= 1 or "gamma must be between 0 and 1",
 )
 def reward_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -153,8 +153,8 @@ def reward_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
 @component(
     paper="https://arxiv.org/abs/1506.02438",
-    formula=r"\hat A_{i,t} = \sum_l ({gamma} \cdot {lam})^l \delta_{i,t+l}, \quad "
-    r"\delta_{i,t} = r_{i,t} + {gamma} V_{i,t+1} - V_{i,t}",
+    formula=r"\hat A_{i,t} = \sum_l (\gamma \lambda)^l \delta_{i,t+l}, \quad "
+    r"\delta_{i,t} = r_{i,t} + \gamma V_{i,t+1} - V_{i,t}, \quad \gamma = {gamma},\; \lambda = {lam}",
     check=lambda p: (0 <= p.gamma <= 1 and 0 <= p.lam <= 1) or "gamma and lam must be between 0 and 1",
 )
 def gae(

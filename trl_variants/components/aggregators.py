@@ -102,7 +102,7 @@ def seq_mean_token_sum(per_token_loss: Tensor, mask: Tensor, totals: Totals, *, 
 
 @component(
     paper="https://arxiv.org/abs/2503.20783",
-    formula=r"\frac{1}{N L} \sum_i \sum_t",
+    formula=r"\frac{1}{N L_{\max}} \sum_i \sum_t",
     check=lambda p: p.constant is None or p.constant > 0 or "constant must be above 0",
 )
 def seq_mean_token_sum_norm(

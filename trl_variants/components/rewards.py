@@ -17,7 +17,8 @@ __all__ = ["clip_rewards", "missing_eos_penalty", "soft_overlong", "whiten_rewar
 
 @component(
     paper="https://arxiv.org/abs/2503.14476",
-    formula=r"\mathrm{clip}\!\left(\frac{(L - c) - |o_i|}{c}, -1, 0\right)",
+    formula=r"\mathrm{clip}\!\left(\frac{(L - c) - |o_i|}{c}, -1, 0\right), \quad "
+    r"L \text{ the length limit, } c \text{ the cache}",
     check=lambda p: p.cache is None or p.cache > 0 or "cache must be above 0",
 )
 def soft_overlong(lengths: Tensor, max_length: int, *, cache: int | None = None) -> Tensor:

@@ -60,8 +60,20 @@ class Subject:
         optional &= self.bound.info.optional_inputs if self.bound else set()
         for every in given:
             yield every
-            if optional & every.keys():
-                yield {name: value for name, value in every.items() if name not in optional}
+            fewer = {name: value for name, value in every.items() if name not in optional}
+            if len(fewer) < len(every) and _runs(outcome, self.recipe, fewer):
+                yield fewer
+
+    def bare_inputs(self, case: Case) -> Iterator[tuple[Bound, dict[str, Any]]]:
+        """The component and what its bare function takes, if it reads a mask: advantages in both shapes."""
+        if self.bound is None or "mask" not in self.bound.info.inputs:
+            return
+        bound, every = self.bound, case.inputs(self.bound.slot)
+        found = [every]
+        if bound.slot == "advantage_normalizer":  # it may refuse one of the two shapes
+            found = [{**every, "advantages": a} for a in (every["advantages"], every["advantages"][:, 0])]
+            found = [given for given in found if _runs(bare, bound, given)] or found
+        yield from ((bound, given) for given in found)
 
     def fail(self, message: str, inputs: Mapping[str, Any]) -> NonConformance:
         """The error to raise: who breaks what, and on which input."""
@@ -75,6 +87,15 @@ class Subject:
             a, b = got[name].double(), value.double()
             if a.shape != b.shape or not torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True):
                 raise self.fail(f"{message}: {name} was {b.tolist()} and is {a.tolist()}", inputs)
+
+
+def _runs(call: Callable[..., object], *arguments: Any) -> bool:
+    """Whether a call is possible: a component may need an input that is optional for others."""
+    try:
+        call(*arguments)
+    except ValueError:  # VariantError is one
+        return False
+    return True
 
 
 def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = None) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,9 @@ def _from_gguf(path: Path) -> tuple[Any, Any]:
         import gguf  # noqa: F401
     except ImportError as error:
         raise VariantError(f"{path} needs the package gguf: pip install 'trl-variants[demo]'.") from error
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, padding_side="left")
-    model = _causal_lm(str(path.parent), gguf_file=path.name)
+    with contextlib.redirect_stderr(io.StringIO()):  # the progress bar of this reader has no switch
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, padding_side="left")
+        model = _causal_lm(str(path.parent), gguf_file=path.name)
     # The weights are ordinary float32 tensors by now, but the model still says that it is quantized, and such a
     # model can be neither trained nor saved.
     if hasattr(model.config, "quantization_config"):

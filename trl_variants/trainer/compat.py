@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from importlib.metadata import version
+from typing import Any
 
 import trl
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from trl_variants.errors import VariantError
 
 __all__ = ["VISION_INPUTS", "check_trl"]
 
-SUPPORTED = (Version("1.16"), Version("1.17"))
+SUPPORTED = ("1.16", "1.17")
 
 #: Methods that are overridden or called, with the parameters that are relied on, in order.
 METHODS = {
@@ -34,12 +36,29 @@ METHODS = {
     ),
 }
 
+#: Functions that are called, by module, with the parameters that are relied on, in order.
+FUNCTIONS = {
+    "trl.models.utils": {
+        "disable_gradient_checkpointing": ("model", "gradient_checkpointing_kwargs"),
+        "prepare_deepspeed": ("model", "accelerator"),
+        "prepare_fsdp": ("model", "accelerator"),
+    },
+    "trl.trainer.utils": {
+        "add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
+        "create_model_from_path": ("model_id",),
+        "get_config_model_id": ("config",),
+        "is_async_callable": ("func",),
+        "use_adapter": ("model", "adapter_name"),
+    },
+}
+
 #: Attributes that GRPOTrainer's constructor must set.
 ATTRIBUTES = (
     "_buffered_inputs",
     "_logs",
     "_metrics",
     "_step",
+    "_tokenizer",
     "aux_loss_enabled",
     "eos_token_ids",
     "max_completion_length",
@@ -82,18 +101,16 @@ def check_trl(trainer: type = trl.GRPOTrainer, installed: str | None = None) -> 
     """
     installed = installed or version("trl")
     low, high = SUPPORTED
-    if not low <= Version(installed) < high:
+    if not SpecifierSet(f">={low},<{high}").contains(installed, prereleases=True):
         raise VariantError(
             f"trl {installed} is installed; trl-variants works with trl >= {low}, < {high}. "
             f"Run: pip install 'trl>={low},<{high}'"
         )
     for name, expected in METHODS.items():
-        method = getattr(trainer, name, None)
-        if method is None:
-            raise _changed(installed, f"{trainer.__name__}.{name} is gone")
-        found = tuple(inspect.signature(method).parameters)
-        if found[: len(expected)] != expected:
-            raise _changed(installed, f"{trainer.__name__}.{name} takes {found[1:]}, expected {expected[1:]}")
+        _check(getattr(trainer, name, None), expected, f"{trainer.__name__}.{name}", installed)
+    for module, functions in FUNCTIONS.items():
+        for name, expected in functions.items():
+            _check(getattr(importlib.import_module(module), name, None), expected, f"{module}.{name}", installed)
     found = tuple(inspect.signature(trainer.__init__).parameters)[1:]
     if found != CONSTRUCTOR:
         raise _changed(installed, f"{trainer.__name__}'s constructor takes {found}, expected {CONSTRUCTOR}")
@@ -101,6 +118,14 @@ def check_trl(trainer: type = trl.GRPOTrainer, installed: str | None = None) -> 
     for name in ATTRIBUTES:
         if f"self.{name} =" not in source:
             raise _changed(installed, f"{trainer.__name__} no longer sets self.{name}")
+
+
+def _check(function: Any, expected: tuple[str, ...], name: str, installed: str) -> None:
+    if function is None:
+        raise _changed(installed, f"{name} is gone")
+    found = tuple(inspect.signature(function).parameters)
+    if found[: len(expected)] != expected:
+        raise _changed(installed, f"{name} takes {found}, expected {expected} first")
 
 
 def _changed(installed: str, what: str) -> VariantError:

@@ -190,16 +190,19 @@ def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> l
     """Rewards by registered name, TRL's name, dotted path or model id."""
     from trl import rewards as trl_rewards
 
-    registered = dict(load_registry(extra=training.variant_plugins or ()).reward_functions)
+    registry = load_registry(extra=training.variant_plugins or ())
     # Names that begin with get_ make a reward function, and are none.
     names = (name for name in trl_rewards.__all__ if name.endswith("_reward") and not name.startswith("get_"))
     known = {name: getattr(trl_rewards, name) for name in names}
-    known |= registered
+    known |= registry.reward_functions
     found: list[Callable[..., Any] | str] = []
     if script.reward_model_name_or_path:
         found.append(script.reward_model_name_or_path)
     for name in script.reward_funcs or ():
-        found.append(known[name] if name in known else _reward_elsewhere(name, known))
+        if name in registry.reward_functions:
+            found.append(registry.reward_function(name))
+        else:
+            found.append(known[name] if name in known else _reward_elsewhere(name, known))
     if not found:
         raise VariantError(
             "No reward: set reward_funcs to names or dotted paths, or reward_model_name_or_path to a model. "

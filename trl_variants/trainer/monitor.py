@@ -4,10 +4,47 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
-from trl_variants.data import Metric
+from trl_variants.data import Batch, Metric
+from trl_variants.recipe import Recipe
 
-__all__ = ["Monitor"]
+__all__ = ["Monitor", "sampling_metrics"]
+
+
+@torch.no_grad()
+def sampling_metrics(batch: Batch, recipe: Recipe) -> dict[str, Metric]:
+    """How far the generation engine is from the trainer, and what corrects for it, under TRL's names.
+
+    Args:
+        batch: The micro-batch.
+        recipe: Holds the correction and its parameters.
+
+    Returns:
+        Nothing where the engine returned no log-probs.
+    """
+    if batch.sampling_log_probs is None:
+        return {}
+    gap = (batch.old_log_probs - batch.sampling_log_probs).abs()
+    out = _spread("sampling/sampling_logp_difference", gap[batch.mask & ~gap.isnan()], ("mean", "max"))
+    for bound in recipe.token_weights:
+        if bound.name == "rollout_correction":
+            own = {name: bound.parameters[name] for name in bound.info.parameters}
+            weight = bound.info.function(batch.old_log_probs, batch.mask, batch.sampling_log_probs, **own)
+            counted = batch.mask if weight.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
+            out |= _spread("sampling/importance_sampling_ratio", weight[counted], ("min", "mean", "max"))
+    return out
+
+
+def _spread(name: str, values: Tensor, what: tuple[str, ...]) -> dict[str, Metric]:
+    count = torch.tensor(len(values), device=values.device)
+    empty = {"min": torch.inf, "max": -torch.inf}
+    extremes = {
+        kind: Metric(getattr(values, kind)() if len(values) else values.new_tensor(empty[kind]), count, kind)
+        for kind in ("min", "max")
+    }
+    metrics = {"mean": Metric(values.sum(), count), **extremes}
+    return {f"{name}/{kind}": metrics[kind] for kind in what}
 
 
 class Monitor:

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
 __all__ = ["Reference"]
@@ -81,21 +81,21 @@ def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
 def _copy_adapter(policy: Any) -> str:
     """Add a frozen copy of the active adapter, and keep it out of what is saved."""
     trained = policy.active_adapter
-    # An earlier trainer of the same model may have left its own behind.
-    taken = len([name for name in policy.peft_config if name.startswith(_ADAPTER)])
-    twin_name = f"{_ADAPTER}_{taken + 1}" if taken else _ADAPTER
+    copied = _ADAPTER
+    while copied in policy.peft_config:  # an earlier trainer of the same model left its own behind
+        copied += "_"
     config = copy.deepcopy(policy.peft_config[trained])
     if getattr(config, "init_lora_weights", None) is not None:
         config.init_lora_weights = False  # some ways to initialize would change the base weights once more
-    policy.add_adapter(twin_name, config)
+    policy.add_adapter(copied, config)
     twins = []
     for name, parameter in policy.named_parameters():
         if f".{trained}." in name or name.endswith(f".{trained}"):
-            twin = policy.get_parameter(name.replace(f".{trained}", f".{twin_name}"))
+            twin = policy.get_parameter(name.replace(f".{trained}", f".{copied}"))
             twin.data.copy_(parameter.data)
             twins.append(twin)
     policy.set_adapter(trained)
     for twin in twins:
         twin.requires_grad_(False)
     policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[trained])
-    return twin_name
+    return copied

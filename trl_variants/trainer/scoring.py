@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from trl.trainer.utils import is_async_callable
 from trl_variants.data import Rollout
 from trl_variants.errors import VariantError
 
-__all__ = ["build_rollout", "checked_reward"]
+__all__ = ["build_rollout", "checked_reward", "loss_mask", "stop_tokens"]
+
+_STOP_KEYS = ("eos_token_id", "stop_token_ids")  # transformers', vLLM's
+_LARGEST = torch.finfo(torch.float32).max  # TRL keeps rewards in float32
 
 
 def checked_reward(function: Any, name: str) -> Any:
@@ -30,6 +33,11 @@ def checked_reward(function: Any, name: str) -> Any:
         return function
 
     def check(values: Any) -> list[float | None]:
+        if not isinstance(values, Iterable):
+            raise VariantError(
+                f"reward function '{name}' returned {type(values).__name__}; it must return a list with one number or "
+                "None per completion."
+            )
         return [_number(value, index, name) for index, value in enumerate(values)]
 
     if is_async_callable(function):
@@ -51,17 +59,26 @@ def _number(value: Any, index: int, name: str) -> float | None:
     if value is None:
         return None
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text is no number, even if it reads like one")
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise VariantError(
             f"reward function '{name}' returned {value!r} for completion {index}; a reward must be a number or None."
         ) from error
-    if not math.isfinite(number):
+    if not math.isfinite(number) or abs(number) > _LARGEST:
         raise VariantError(
             f"reward function '{name}' returned {number} for completion {index}; a reward must be finite, or None for "
             "a completion that it does not score."
         )
     return number
+
+
+def stop_tokens(eos_token_ids: list[int], generation_kwargs: dict[str, Any] | None) -> list[int]:
+    """Every token that ends a completion: the model's own, and those of ``generation_kwargs``."""
+    extra = generation_kwargs or {}
+    given = [ids if isinstance(ids, (list, tuple)) else [ids] for ids in map(extra.get, _STOP_KEYS) if ids is not None]
+    return list(dict.fromkeys([*eos_token_ids, *(i for ids in given for i in ids)]))
 
 
 def build_rollout(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from trl_variants.components.masked import masked_mean
 from trl_variants.data import Batch, Totals
 from trl_variants.describe import recipe_dict
 from trl_variants.errors import VariantError
+from trl_variants.trainer.batch import gather_rows, local_rows, step_totals
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
-from trl_variants.trainer.monitor import Monitor
+from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.reference import Reference
-from trl_variants.trainer.scoring import build_rollout, checked_reward, loss_mask
+from trl_variants.trainer.scoring import build_rollout, checked_reward, loss_mask, stop_tokens
 
 __all__ = ["VariantTrainer"]
 
@@ -103,6 +105,8 @@ class VariantTrainer(GRPOTrainer):
         self.reward_funcs = [
             checked_reward(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+        # TRL cuts completions after, and counts as terminated with, the model's own stop tokens only.
+        self.eos_token_ids = stop_tokens(self.eos_token_ids, args.generation_kwargs)
         self.reference = Reference(self, peft_config) if self.recipe.needs_reference else None
         self.ref_model = self.reference.model if self.reference else None
         # The coefficient in force, and the one from the next rollout on.
@@ -112,6 +116,7 @@ class VariantTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Write and log the resolved recipe, then train as `transformers.Trainer` does."""
+        self._buffered_inputs = None  # a rollout of an earlier call belongs to another policy
         resolved = recipe_dict(self.recipe)
         if self.args.should_save:
             os.makedirs(self.args.output_dir, exist_ok=True)
@@ -144,6 +149,13 @@ class VariantTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        generations = self.num_generations if mode == "train" else self.num_generations_eval
+        rows = len(inputs) * self.accelerator.num_processes
+        if rows % generations:  # only an evaluation that the config did not plan
+            raise VariantError(
+                f"A batch of {rows} completions holds no whole number of groups of {generations}. Set "
+                "num_generations_eval: 1, or make per_device_eval_batch_size x processes a multiple of it."
+            )
         self._skip_scoring = True
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -163,11 +175,11 @@ class VariantTrainer(GRPOTrainer):
             self._rewards_per_func,
             reward_weights=self.reward_weights,
             reward_names=self.reward_func_names,
-            stop_ids=self._stop_ids(),
+            stop_ids=self.eos_token_ids,
             pad_id=self._tokenizer.pad_token_id,
-            generations=self.num_generations if mode == "train" else self.num_generations_eval,
+            generations=generations,
             max_length=self.max_completion_length,
-            gather=self._gather_rows,
+            gather=partial(gather_rows, accelerator=self.accelerator),
         )
         result = self.recipe.advantages(rollout, kl_coef=self.kl_coef, states=self._states)
         if mode == "train":  # evaluation changes no state
@@ -175,11 +187,12 @@ class VariantTrainer(GRPOTrainer):
             self._next_kl_coef = self.kl_coef if result.next_kl_coef is None else result.next_kl_coef
         self._log_rollout(mode, result, rollout.mask)
 
-        rows, width = output["completion_mask"].shape
-        mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-        output["advantages"] = _local(result.advantages, mine, width)
-        output["loss_mask"] = loss_mask(output) & result.keep[mine, None]
-        output["rewards"] = result.rewards[mine]
+        own = loss_mask(output)
+        for name in ("advantages", "rewards"):
+            output[name] = local_rows(getattr(result, name), own, self.accelerator)
+        if mode == "train":  # filters say what is trained on; an evaluation measures all
+            own = own & local_rows(result.keep, own, self.accelerator)[:, None]
+        output["loss_mask"] = own
         return output
 
     def _begin_learning(self) -> None:
@@ -200,23 +213,7 @@ class VariantTrainer(GRPOTrainer):
                         batch["old_per_token_logps"] = self._score(self.model, batch, len(batch["loss_mask"]))
 
     def _totals(self, steps: list[list[dict[str, Any]]]) -> list[Totals]:
-        """Counts of each optimizer step over its micro-batches and all ranks, in one reduction."""
-        counts = torch.tensor(
-            [
-                [
-                    sum(float(batch["loss_mask"].sum()) for batch in step),
-                    sum(float(batch["loss_mask"].any(1).sum()) for batch in step),
-                    sum(float(len(batch["loss_mask"])) for batch in step),
-                    float(len(step)),
-                ]
-                for step in steps
-            ],
-            device=self.accelerator.device,
-        )
-        return [
-            Totals(*row, max_length=self.max_completion_length)
-            for row in self.accelerator.reduce(counts, reduction="sum").tolist()
-        ]
+        return step_totals(steps, self.max_completion_length, self.accelerator)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
@@ -247,7 +244,7 @@ class VariantTrainer(GRPOTrainer):
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * aux_loss / window
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
-        self._monitors[mode].add(result.metrics)
+        self._monitors[mode].add(result.metrics | sampling_metrics(batch, self.recipe))
         if mode == "eval" or self.accelerator.sync_gradients:
             self._log_metrics(mode, self._monitors[mode].flush())
         return loss
@@ -277,25 +274,6 @@ class VariantTrainer(GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
             return self._forward(model, inputs, batch_size=size)[0]
 
-    def _gather_rows(self, tensor: Tensor) -> Tensor:
-        """Rows of all processes, padded with 0 to one width."""
-        if self.accelerator.num_processes == 1:
-            return tensor
-        kind = tensor.dtype
-        tensor = tensor.long() if kind is torch.bool else tensor
-        if tensor.dim() > 1:
-            tensor = self.accelerator.pad_across_processes(tensor, dim=1)
-        return self.accelerator.gather(tensor).to(kind)
-
-    def _stop_ids(self) -> list[int]:
-        """Every token that ends a completion, those of ``generation_kwargs`` included."""
-        extra = self.args.generation_kwargs or {}
-        given = [extra.get("eos_token_id"), extra.get("stop_token_ids")]
-        return [
-            *self.eos_token_ids,
-            *(i for ids in given for i in (ids if isinstance(ids, list) else [ids]) if i is not None),
-        ]
-
     # -- logging and checkpoints ------------------------------------------------------------------------------------
 
     def _log_metrics(self, mode: str, metrics: dict[str, float]) -> None:
@@ -306,9 +284,11 @@ class VariantTrainer(GRPOTrainer):
         """Log the rollout; where TRL logged advantages and groups of its own, ours replace them."""
         metrics = {name: float(metric) for name, metric in result.metrics.items()}
         self._metrics[mode]["frac_reward_zero_std"][-1] = metrics.pop("frac_reward_zero_std")
-        self._log_metrics(mode, metrics)
         if self.recipe.kl:
-            self._log_metrics(mode, {"kl_coef": self.kl_coef})
+            metrics["kl_coef"] = self.kl_coef
+            if not self.recipe.kl.in_reward:  # the loss logs the KL that it trains; what steers a controller is apart
+                metrics = {f"rollout/{n}" if n in ("kl", "kl/k3") else n: value for n, value in metrics.items()}
+        self._log_metrics(mode, metrics)
         advantages = result.advantages if result.advantages.dim() == 1 else masked_mean(result.advantages, mask, dim=1)
         logged = self._logs["advantages"]
         for _ in range(min(len(logged), len(advantages))):
@@ -329,8 +309,3 @@ class VariantTrainer(GRPOTrainer):
             state = torch.load(path, map_location="cpu", weights_only=True)
             self.kl_coef = self._next_kl_coef = state["kl_coef"]
             self._states = state["states"]
-
-
-def _local(advantages: Tensor, mine: slice, width: int) -> Tensor:
-    """This process's rows, at the width of its own completions."""
-    return advantages[mine] if advantages.dim() == 1 else advantages[mine, :width]

@@ -69,5 +69,6 @@ VARIANTS = [
         clip_rule=use("ppo_clip", epsilon_low=0.2, epsilon_high=0.2),
         loss_aggregator=_SEQUENCES,
         kl=KL("k1", placement="sequence_reward", coef=0.05),
+        num_generations=2,
     ),
 ]

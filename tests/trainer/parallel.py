@@ -1,0 +1,148 @@
+"""Runs that give the same numbers in one process and in two. As a script: what torchrun starts.
+
+Rows are cut into micro-batches in the order in which they were made (no shuffling), so that two processes of two
+micro-batches of two rows hold the same micro-batches as one process of four.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import torch
+from trl.trainer import grpo_trainer
+
+from tests import tiny
+from tests.trainer import runs
+from trl_variants import KL, use
+
+ADAPTIVE = use("adaptive", target=0.01, horizon=80)
+
+
+def write(prompt: str, index: int) -> list[int]:
+    """Short completions of one prompt, long ones of the other: 2 or 3 tokens a row against 9 to 12."""
+    short = prompt == tiny.dataset(2)["prompt"][0]
+    tokens = runs.completion(f"{prompt}|{index}", index, limit=1)
+    length = 2 + index % 2 if short else 9 + index % 4
+    tokens = [3 + (7 * index + 5 * i + len(tokens)) % 29 for i in range(length)]
+    return [*tokens[:-1], 1] if index % 3 else tokens
+
+
+def logprobs(prompt: str, index: int, tokens: list[int]) -> list[float]:
+    """An engine's, which are not those of the policy."""
+    return [-3.2 - 0.3 * ((i + index) % 3) for i in range(len(tokens))]
+
+
+def env_mask(prompt: str, index: int, tokens: list[int]) -> list[int]:
+    """The environment wrote every fourth token, and all of one completion."""
+    return [int(i % 4 != 2 and index != 3) for i in range(len(tokens))]
+
+
+#: Name: variant, settings. Groups of 8 lie half on one process and half on the other, groups of 4 on one each.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "reinforce": ("reinforce", {}),
+    "rloo": ("rloo", {}),
+    **{
+        name: (name, {"num_iterations": 2})
+        for name in ("grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo", "gspo", "cispo", "trl_bnpo")
+    },
+    "split_group": ("grpo", {"num_generations": 8, "num_iterations": 2}),
+    "split_group_rloo": ("rloo", {"num_generations": 8}),
+    "split_group_tokens": ("reinforce_pp", {"num_generations": 8, "num_iterations": 2}),
+    "one_each": ("reinforce_pp", {"num_generations": 1, "rows": 8}),
+    "tools": ("dapo", {"num_iterations": 2, "fields": {"env_mask": env_mask}, "overrides": {"reward_shaper": "none"}}),
+    "engine": (
+        "trl_dapo",
+        {
+            "num_iterations": 2,
+            "fields": {"logprobs": logprobs},
+            "overrides": {"token_weight": {"mode": "sequence_truncate", "clip_max": 1.5}},
+        },
+    ),
+    "stateful": (
+        "grpo",
+        {
+            "num_iterations": 2,
+            "overrides": {
+                "kl": KL("k3", placement="loss", coef=0.2, controller=ADAPTIVE),
+                "regularizer": use("adaptive_entropy", target=10.0, delta=0.1),
+            },
+        },
+    ),
+    "steered_reward": ("reinforce_pp", {"overrides": {"kl": {"coef": 0.3, "controller": ADAPTIVE}}}),
+    "sequence_kl": ("trl_rloo", {"num_iterations": 2, "overrides": {"kl": {"coef": 0.3}}}),
+    "truncated": ("trl_grpo", {"overrides": {"sample_filter": "truncated"}, "max_completion_length": 12}),
+}
+
+
+def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str, Any]:
+    """Train two optimizer steps twice over; what came of it, as plain data."""
+    variant, settings = CASES[name]
+    settings = {"num_generations": 4, "rows": 2, "max_completion_length": 12, **settings}
+    rows, fields, overrides = settings.pop("rows"), settings.pop("fields", {}), settings.pop("overrides", None)
+    trainer = runs.build(
+        folder,
+        variant,
+        rows=rows,
+        options={"rollout_func": runs.scripted(write, **fields), "eval_dataset": tiny.dataset(5)},
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        per_device_eval_batch_size=8,
+        num_generations_eval=1,
+        max_steps=3,
+        variant_overrides=overrides,
+        **{**runs.SGD, **settings},
+    )
+    trainer.train()
+    rollout, result, _ = trainer.spy.rollouts[0]
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "kind": str(trainer.accelerator.distributed_type),
+        "gradients": trainer.gradients,
+        "weights": runs.weights(trainer.model),
+        "logs": [
+            {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch"))} for entry in trainer.logs
+        ],
+        "advantages": result.advantages,
+        "mask": rollout.mask,
+        "own_mask": trainer.generated[0]["loss_mask"],
+        "own_advantages": trainer.generated[0]["advantages"],
+        "table": list(trainer._logs["advantages"]),
+        "states": trainer._states,
+        "kl_coef": trainer._next_kl_coef,
+        "evaluation": trainer.evaluate(),
+    }
+
+
+def unshuffled() -> None:
+    grpo_trainer.shuffle_sequence_dict = lambda batch: batch
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    unshuffled()
+    gc.collect()
+    gc.freeze()
+    rank = int(os.environ["RANK"])
+    for name in CASES:
+        torch.save(run(name, folder / name, per_device=2, accumulation=2), folder / f"{name}-{rank}.pt")
+    resumed(folder, rank)
+
+
+def resumed(folder: Path, rank: int) -> None:
+    """A run of two processes, whole and resumed."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 2}
+    whole = runs.trained(folder / "whole", "grpo", **settings)
+    again = runs.build(folder / "whole", "grpo", **settings)
+    again.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
+    torch.save([runs.weights(whole.model), runs.weights(again.model)], folder / f"resumed-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
