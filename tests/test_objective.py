@@ -237,7 +237,7 @@ def test_rewards_are_shaped_in_the_order_in_which_it_happens() -> None:
     assert shaped == [
         "rᵢ ← rᵢ - 1 · [no stop token]",  # a term is added, with its own sign
         "rᵢ ← clip(rᵢ, -10, 10)",  # one that reads rewards replaces them
-        "rᵢ ← rᵢ + clip(((L - c) - |oᵢ|)/c, -1, 0)",
+        "rᵢ ← rᵢ + clip(((L - c) - |oᵢ|)/c, -1, 0), L the length limit, c the cache",
         "rᵢₜ ← rᵢₜ - β KLᵢₜ",
         "rᵢₜ ← (rᵢₜ - mean(r))/(std(r) + 10⁻⁸)",  # declared after_kl
     ]

@@ -48,6 +48,11 @@ def test_the_hand_checked_numbers(name: str, parameters: dict, expected: float) 
     close(recipe(name, **parameters).loss(batch).loss, expected)
 
 
+def test_dr_grpos_constant_is_the_length_limit_not_the_width_of_the_batch() -> None:
+    batch = make_batch(advantages=[-1.0, -1.0], lengths=[1, 3], max_length=8)
+    close(resolve("dr_grpo", registry=REGISTRY).loss(batch).loss, 4 / (2 * 8))
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "expected"),
     [  # losses 1 on lengths 4, 2 and 0

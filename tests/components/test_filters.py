@@ -80,6 +80,20 @@ def test_a_filter_may_look_at_one_reward_function() -> None:
     )
 
 
+def test_a_reward_function_that_returned_nothing_is_in_no_groups_spread_or_mean() -> None:
+    # accuracy gave None to the first of each group, style scored every row
+    accuracy, style = double([math.nan, 1.0, 1.0, math.nan, 0.0, 1.0]), torch.ones(6).double()
+    rollout = make_rollout(
+        style,
+        group_size=3,
+        rewards_per_func=torch.stack([accuracy, style], dim=1),
+        reward_weights=double([1.0, 1.0]),
+        reward_names=("accuracy", "style"),
+    )
+    assert keep({"name": "zero_variance", "reward": "accuracy"}, rollout) == [False] * 3 + [True] * 3
+    assert keep({"name": "mean_band", "reward": "accuracy"}, rollout) == [False] * 3 + [True] * 3
+
+
 @checked
 @given(groups())
 def test_filters_equal_a_loop(data: tuple) -> None:

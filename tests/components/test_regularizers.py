@@ -100,6 +100,13 @@ def test_adaptive_entropy_by_hand() -> None:
     assert state["coef"] == pytest.approx(0.1)
 
 
+def test_an_entropy_exactly_at_the_target_raises_the_coefficient_and_gets_the_bonus() -> None:
+    at_target = {"step": 0, "sum": 1.0, "tokens": 2.0}
+    term, state = adaptive_entropy(double([[0.5]]), torch.ones(1, 1), lambda x: x, 1, at_target, **SETTINGS)
+    assert state["coef"] == pytest.approx(0.15)
+    close(term, [[-0.075]])
+
+
 def test_masked_entropies_are_not_measured() -> None:
     entropies = double([[0.5, math.nan, 9.0]])
     _, state = adaptive_entropy(entropies, torch.tensor([[1, 0, 0]]), lambda x: x, 0, {})

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from trl_variants import __version__
-from trl_variants.cli import train
+from trl_variants.cli import demo, train
 from trl_variants.errors import VariantError
 
 
@@ -132,3 +132,4 @@ def table(plugins: Plugins = None, json: Json = False, markdown: Markdown = Fals
 
 app.command(context_settings=train.PASS_ON)(train.check)
 app.command(context_settings=train.PASS_ON)(train.train)
+app.command()(demo.demo)
