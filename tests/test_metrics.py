@@ -30,15 +30,15 @@ def test_the_numbers_of_a_rollout_by_hand() -> None:
         [1.0, 1.0, 0.0, 1.0, math.nan, 0.0],
         group_ids=[0, 0, 1, 1, 2, 2],
         scored=[True, True, True, True, False, True],
-        has_eos=torch.tensor([True, True, True, False, True, True]),
+        has_eos=torch.tensor([True, False, True, True, True, True]),
     )
     shaped = {"reward_shaper": {"name": "missing_eos_penalty", "penalty": 0.5}, "sample_filter": "zero_variance"}
     got = of_rollout("dr_grpo", rollout, **shaped)
     assert got["frac_reward_zero_std"] == pytest.approx(4 / 6)  # groups 0 and 2, by raw rewards
     assert got["keep_ratio"] == pytest.approx(2 / 6)
-    assert got["reward_shaped"] == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)  # the scored ones
-    # advantages -+.25 in group 1, 0 elsewhere: deviations 0, .25, 0
-    assert got["advantages/group_spread"] == pytest.approx(0.25 / 3)
+    assert got["reward_shaped"] == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)  # the scored ones
+    # advantages of the shaped rewards: +-.25, -+.5, and 0 for the one that is scored alone
+    assert got["advantages/group_spread"] == pytest.approx((0.25 + 0.5 + 0) / 3)
     assert set(got) == {"frac_reward_zero_std", "keep_ratio", "reward_shaped", "advantages/group_spread"}
 
 

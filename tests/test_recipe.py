@@ -226,8 +226,12 @@ def test_a_coefficient_that_is_given_stands_in_for_the_variants_own() -> None:
     close(of("grpo").loss(batch, kl_coef=0.5).loss, 0.5 * k3)
 
 
-def test_unscored_rows_get_zero_whatever_an_estimator_or_kl_says() -> None:
-    recipe = around(kl=KL("k1", placement="sequence_reward", coef=1.0), advantage_normalizer=a_normalizer)
+@component
+def one_more(advantages: Tensor) -> Tensor:
+    return advantages + 1
+
+
+def test_unscored_rows_get_zero_whatever_an_estimator_or_a_normalizer_says() -> None:
     rollout = make_rollout(
         [1.0, math.nan],
         scored=[True, False],
@@ -235,9 +239,16 @@ def test_unscored_rows_get_zero_whatever_an_estimator_or_kl_says() -> None:
         log_probs=[[0.5], [7.0]],
         ref_log_probs=[[0.0], [0.0]],
     )
-    result = recipe.advantages(rollout)
-    close(result.advantages, [0.25, 0.0])
-    assert float(result.metrics["reward_shaped"]) == 0.5
+    kl = KL("k1", placement="sequence_reward", coef=1.0)
+    for estimator, normalizer, expected in (
+        (an_estimator, None, [0.5, 0.0]),
+        ("returns", one_more, [1.5, 0.0]),
+        (reads_tokens, None, [[0.5], [0.0]]),
+    ):
+        recipe = around(kl=kl, advantage_estimator=estimator, advantage_normalizer=normalizer)
+        result = recipe.advantages(rollout)
+        close(result.advantages, expected)
+        assert float(result.metrics["reward_shaped"]) == 0.5
 
 
 def test_returns_are_taken_before_any_normalizer() -> None:

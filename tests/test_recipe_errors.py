@@ -50,6 +50,21 @@ def test_a_rollout_that_is_not_finite_names_the_input_too() -> None:
 
 
 @component
+def infinite_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    return (log_probs - old_log_probs) / (log_probs + 7).abs()
+
+
+def test_a_ratio_that_is_not_finite_is_named_though_the_bound_would_hide_it() -> None:
+    recipe = of("dr_grpo", importance_ratio=infinite_ratio)
+    batch = make_batch(advantages=[1.0], log_probs=[[-7.0]], old_log_probs=[[-8.0]])
+    assert message(recipe.loss, batch) == (
+        f"importance_ratio 'infinite_ratio' ({__name__}) made a value that is not finite at a position that counts."
+    )
+    masked = make_batch(advantages=[1.0], log_probs=[[-7.0, -1.0]], old_log_probs=[[-8.0, -1.0]], mask=[[0, 1]])
+    assert recipe.loss(masked).loss.isfinite()
+
+
+@component
 def fails_at_seven(rewards: Tensor) -> Tensor:
     return rewards / (rewards - 7)
 

@@ -56,6 +56,7 @@ class Workspace:
 
     def __init__(self, inputs: Mapping[str, Any], states: States | None = None) -> None:
         self.inputs: dict[str, Any] = dict(inputs)
+        self._given = frozenset(inputs)
         self.states: dict[str, dict[str, Any]] = dict(states or {})
         self.outputs: list[tuple[Bound, Any]] = []
         self._token_terms: Tensor | None = None
@@ -121,7 +122,7 @@ class Workspace:
     def require_finite(self) -> None:
         """Raise a `VariantError` that names the first value that is not finite at a valid place."""
         for name, value in self.inputs.items():
-            if name in FINITE and not _finite(value, self.mask):
+            if name in FINITE and name in self._given and not _finite(value, self.mask):
                 raise VariantError(f"{name} holds a value that is not finite at a position that counts.")
         for bound, result in self.outputs:
             for value in (result.loss,) if isinstance(result, ClipResult) else _tensors(result):

@@ -110,6 +110,10 @@ FINITE = (
 )
 
 
+def _optional(data: Any, name: str) -> bool:
+    return any(f.name == name and f.default is None for f in fields(data))
+
+
 class _Tensors:
     """Checks and cleaning that `Rollout` and `Batch` share."""
 
@@ -121,7 +125,7 @@ class _Tensors:
 
     def _tensor(self, name: str, *shapes: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
         value = getattr(self, name)
-        if value is None:
+        if value is None and _optional(self, name):
             return
         where = f"{type(self).__name__}.{name}"
         if not isinstance(value, Tensor):

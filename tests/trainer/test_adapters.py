@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
 from tests import tiny
 from tests.trainer import runs
 from tests.trainer.test_reference import TWO_STEPS, assert_starts_at_itself
+from trl_variants import VariantError
 
 # -- PEFT ----------------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,41 @@ def test_a_trained_adapter_is_measured_against_a_frozen_copy_of_itself(
     torch.testing.assert_close(
         runs.log_probs(loaded.eval(), output)[mask], runs.log_probs(model, output)[mask], atol=1e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(**LORA, modules_to_save=["embed_tokens"]),
+        LoraConfig(**LORA, trainable_token_indices=[3, 4]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        LNTuningConfig(target_modules=["norm"], task_type="CAUSAL_LM"),
+    ],
+    ids=["modules_to_save", "tokens", "ia3", "prompt", "norms"],
+)
+def test_other_kinds_of_adapters_have_a_reference_that_stays(config: Any, tmp_path: Any) -> None:
+    settings = {**TWO_STEPS, "learning_rate": 0.3}
+    trainer = runs.trained(tmp_path, "grpo", options={"peft_config": config}, **settings)
+    first, second = (entry["kl"] for entry in trainer.logs)
+    assert 0 <= first < 1e-9 and second > 1e-5
+    batch = trainer._buffered_inputs[0]
+    with trainer.reference.scored() as model:
+        again = trainer._score(model, batch, 4)
+    torch.testing.assert_close(again, batch["ref_per_token_logps"], atol=1e-6, rtol=0)
+
+
+def test_an_adapter_that_trains_the_base_too_is_refused_where_a_reference_is_needed(tmp_path: Any) -> None:
+    # With bias="all" PEFT trains biases of the base model, which switching the adapter off does not bring back: after
+    # one step at this rate the log-probs of such a reference had moved by 0.2 nats.
+    with pytest.raises(VariantError) as caught:
+        runs.build(tmp_path, "grpo", options={"peft_config": LoraConfig(**LORA, bias="all")})
+    assert str(caught.value) == (
+        "The base model is the reference, and 6 of its own weights are trained beside the adapter "
+        "(base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias, ...). Use bias='none' and modules_to_save "
+        "in the PEFT config, or kl: none."
+    )
+    runs.trained(tmp_path, "dapo", options={"peft_config": LoraConfig(**LORA, bias="all")}, max_steps=1)
 
 
 def test_a_final_save_has_no_reference_in_it(tmp_path: Any) -> None:

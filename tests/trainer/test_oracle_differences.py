@@ -41,7 +41,7 @@ def test_eight_equal_rewards_are_a_signal_to_trl_and_none_to_us(tmp_path: Any, p
 def test_windows_of_unequal_length_are_scaled_by_trl_and_not_by_us(variant: str, tmp_path: Any) -> None:
     # pains A02. A rollout of 16 completions is used in two optimizer steps. TRL divides each by half of the rollout's
     # tokens, whatever the step's own are: a step with few tokens counts too little, one with many too much. At lr 0
-    # both trainers see the same policy and rows, so TRL's loss times (half the rollout's tokens) / (own tokens) is ours.
+    # both trainers see the same policy and rows, so TRL's loss times half the rollout's tokens over its own is ours.
     given = {"rollout_func": runs.scripted()}
     settings = {"given": given, "steps_per_generation": 4, "max_steps": 2, "learning_rate": 0.0}
     theirs = stock(variant, tmp_path / "a", tiny.model(), **settings)

@@ -96,6 +96,15 @@ def test_a_head_in_float32_over_a_bfloat16_model_keeps_both_apart(tmp_path: Any)
     assert first < 1e-3 < second
 
 
+def test_a_second_trainer_over_the_same_model_starts_at_where_the_first_ended(tmp_path: Any) -> None:
+    model = tiny.model()
+    runs.trained(tmp_path, "grpo", model=model, **TWO_STEPS)
+    trainer = runs.build(tmp_path, "grpo", model=model, **TWO_STEPS)
+    assert runs.digest(trainer.ref_model) == runs.digest(model) != runs.digest(tiny.model())
+    trainer.train()
+    assert_starts_at_itself(trainer)
+
+
 def test_the_temperature_holds_for_the_reference_too(tmp_path: Any) -> None:
     assert_starts_at_itself(runs.trained(tmp_path, "grpo", temperature=0.5, **TWO_STEPS))
 

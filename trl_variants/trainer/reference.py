@@ -14,6 +14,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
+from trl_variants.errors import VariantError
+
 __all__ = ["Reference"]
 
 _ADAPTER = "reference"
@@ -37,7 +39,9 @@ class Reference:
         policy = trainer.model
         if not is_peft_model(policy):
             self.model = _prepared(trainer, _frozen_copy(trainer, policy))
-        elif getattr(peft_config, "init_lora_weights", None) not in (True, "gaussian"):
+            return
+        _refuse_trained_base(policy)
+        if getattr(peft_config, "init_lora_weights", None) not in (True, "gaussian"):
             self.adapter = _copy_adapter(policy)
 
     @contextmanager
@@ -76,6 +80,17 @@ def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
     if trainer.is_fsdp_enabled:
         return prepare_fsdp(reference, trainer.accelerator)
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+
+def _refuse_trained_base(policy: Any) -> None:
+    """Raise a `VariantError` if weights are trained that policy and reference share: the reference would move along."""
+    own = f".{policy.active_adapter}"
+    shared = [name for name, p in policy.named_parameters() if p.requires_grad and own not in name]
+    if shared:
+        raise VariantError(
+            f"The base model is the reference, and {len(shared)} of its own weights are trained beside the adapter "
+            f"({shared[0]}, ...). Use bias='none' and modules_to_save in the PEFT config, or kl: none."
+        )
 
 
 def _copy_adapter(policy: Any) -> str:
