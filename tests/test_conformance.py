@@ -78,7 +78,29 @@ def random_weight(log_probs: Tensor) -> Tensor:
     return torch.rand_like(log_probs)
 
 
+@component
+def baseline_of_all(rewards: Tensor, scored: Tensor, state: dict) -> tuple[Tensor, dict]:
+    return torch.where(scored, rewards, 0.0) - state.get("mean", 0.0) * scored, {"mean": float(rewards.mean())}
+
+
+@component
+def counts_micro_batches(log_probs: Tensor, state: dict) -> tuple[Tensor, dict]:
+    return log_probs * 0.0, {"calls": state.get("calls", 0) + 1}
+
+
 BROKEN = [
+    (
+        "advantage_estimator",
+        baseline_of_all,
+        "unscored_rows_count_for_nothing",
+        r"rows \[0\] have no reward and change the others: state advantage_estimator.baseline_of_all.mean was",
+    ),
+    (
+        "regularizer",
+        counts_micro_batches,
+        "the_cut_changes_no_gradient",
+        r"another step: state regularizer.counts_micro_batches.calls was 1.0 and is 2.0",
+    ),
     (
         "importance_ratio",
         masked_mean_by_product,
@@ -159,6 +181,24 @@ def test_a_component_that_breaks_a_property_is_caught(slot: str, broken: Callabl
     others = {check.__name__ for check in PROPERTIES} - {rule}
     with pytest.raises((NonConformance, VariantError), match=message):
         check_component(slot, broken, excepted=others)
+
+
+@component
+def reads_every_value(rewards: Tensor, scored: Tensor, values: Tensor) -> Tensor:
+    return torch.where(scored, rewards - values.clamp(-5, 5).sum(1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("slot", "sound"), [("clip_rule", "policy_gradient"), ("advantage_estimator", reads_every_value)]
+)
+def test_junk_would_be_caught_if_rollouts_and_batches_let_it_in(
+    monkeypatch: pytest.MonkeyPatch, slot: str, sound: Any
+) -> None:
+    only = {check.__name__ for check in PROPERTIES} - {"masked_junk_changes_nothing"}
+    assert check_component(slot, sound, excepted=only) == ("masked_junk_changes_nothing",)
+    monkeypatch.setattr("trl_variants.data._Tensors._clean", lambda self, *names: None)
+    with pytest.raises((NonConformance, VariantError), match="at masked positions changes something|not finite"):
+        check_component(slot, sound, excepted=only)
 
 
 def test_every_property_has_a_component_that_breaks_it() -> None:

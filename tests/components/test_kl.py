@@ -215,6 +215,9 @@ def test_the_adaptive_controller_by_hand() -> None:
     assert kl.adaptive(0.2, 0.2, 4.0, 256) == pytest.approx(0.201024, abs=1e-12)
     assert kl.adaptive(0.2, 0.2, 4.0, 256, level="sequence", target=4.0) == pytest.approx(0.2)
     assert kl.fixed(0.04) == 0.04
+    recipe = resolve("rloo", {"kl": {"coef": 0.2, "controller": {"name": "adaptive", "target": 0.1}}}, REGISTRY)
+    constant = {"log_probs": torch.full((256, 1), 0.2).double(), "ref_log_probs": torch.zeros(256, 1).double()}
+    assert recipe.advantages(make_rollout([1.0] * 256, **constant)).next_kl_coef == pytest.approx(0.201024, abs=1e-9)
 
 
 @checked

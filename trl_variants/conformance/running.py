@@ -106,11 +106,12 @@ def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = No
         values = {name: value for name, value in found.items() if value is not None}
         if done.next_kl_coef is not None:
             values["next_kl_coef"] = _number(done.next_kl_coef)
-        return {**_valid(values, given["mask"]), **_metrics(done.metrics)}
+        return {**_valid(values, given["mask"]), **_metrics(done.metrics), **_numbers(done.states)}
     leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
     batch: dict[str, Any] = {**given, **leaves}
     result = recipe.loss(Batch(**batch), states=states)
-    return {"loss": result.loss.detach(), **_gradients(result.loss, leaves), **_metrics(result.metrics)}
+    gradients = _gradients(result.loss, leaves)
+    return {"loss": result.loss.detach(), **gradients, **_metrics(result.metrics), **_numbers(result.states)}
 
 
 def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
@@ -128,8 +129,11 @@ def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
     values = _valid({name: torch.as_tensor(v) for name, v in parts.items() if v is not None}, mask)
     uneven = [(v * torch.arange(1, v.numel() + 1).view(v.shape)).sum() for v in values.values() if v.requires_grad]
     gradients = _gradients(sum(uneven, torch.zeros(())), leaves) if leaves else {}
-    numbers = {f"state {name}": _number(v) for name, v in state.items() if isinstance(v, (int, float))}
-    return {**{n: v.detach() for n, v in values.items()}, **_valid(gradients, mask), **numbers}
+    return {
+        **{name: value.detach() for name, value in values.items()},
+        **_valid(gradients, mask),
+        **_numbers({bound.key: dict(state)}),
+    }
 
 
 def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]]) -> Outcome:
@@ -149,7 +153,7 @@ def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]
         loss, states = loss + result.loss, result.states
         found.append(result.metrics)
     metrics = {name: _join([part[name] for part in found]) for name in found[0]}
-    return {"loss": loss.detach(), **_gradients(loss, leaves), **_metrics(metrics)}
+    return {"loss": loss.detach(), **_gradients(loss, leaves), **_metrics(metrics), **_numbers(states)}
 
 
 def watched(recipe: Recipe, watch: Callable[[Bound, tuple[Any, ...], Callable[[], Any]], Any]) -> Recipe:
@@ -186,6 +190,16 @@ def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Outcome:
 
 def _metrics(metrics: Mapping[str, Metric]) -> Outcome:
     return {f"metric {name}": _number(float(metric)) for name, metric in metrics.items()}
+
+
+def _numbers(states: States) -> Outcome:
+    """The numbers in the components' states."""
+    return {
+        f"state {key}.{name}": _number(value)
+        for key, state in states.items()
+        for name, value in state.items()
+        if isinstance(value, (int, float))
+    }
 
 
 def _join(parts: Sequence[Metric]) -> Metric:

@@ -100,13 +100,15 @@ class Display(Reporter):
         """Print accuracies and samples, before and after."""
         self.close()
         before, after = result.before, result.after
-        accuracy = Table(title="Exact answers on held-out questions", title_justify="left")
+        accuracy = Table()
         for title in ("", "before", "after"):
             accuracy.add_column(title, justify="right" if title else "left")
         accuracy.add_row("sampled", f"{before.sampled:.1%}", Text(f"{after.sampled:.1%}", style="bold"))
         accuracy.add_row("greedy", f"{before.greedy:.1%}", Text(f"{after.greedy:.1%}", style="bold"))
-        self._console.print()
+        # Titles of their own: a table's title is folded to the table's width.
+        self._console.print("\nExact answers on held-out questions", style="bold")
         self._console.print(accuracy)
+        self._console.print("\nSampled completions", style="bold")
         self._console.print(_samples(before, after))
         self._console.print(f"{result.training_seconds:.0f} s of training, {result.seconds:.0f} s in all.")
 
@@ -125,7 +127,7 @@ class Display(Reporter):
 
 
 def _samples(before: Evaluation, after: Evaluation) -> Table:
-    table = Table(title="Sampled completions", title_justify="left")
+    table = Table()
     for title in ("question", "expected", "before", "after"):
         table.add_column(title, overflow="fold")
     for old, new in zip(before.samples, after.samples, strict=True):

@@ -16,6 +16,7 @@ from trl_variants.errors import VariantError, did_you_mean, listing
 __all__ = ["extract_answer", "make_task"]
 
 TRAIN, HELD_OUT = 256, 64
+MIN_QUESTIONS = 16
 #: Settings over a task's own defaults, so that a model of 135 million parameters is right now and then.
 EASIER: Mapping[str, Mapping[str, Any]] = {"chain_sum": {"max_terms": 2, "max_digits": 1}}
 #: Tokens of a completion; the answers of most tasks are short.
@@ -54,7 +55,7 @@ def make_task(
         entries.setdefault(entry["question"], entry)
         if len(entries) == TRAIN + HELD_OUT:
             break
-    if len(entries) < 8:
+    if len(entries) < MIN_QUESTIONS:
         raise VariantError(f"task '{name}' has only {len(entries)} different questions, too few to train and test on.")
     unique = list(entries.values())
     numeric = all(_is_number(entry["answer"]) for entry in unique)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_variants.errors import VariantError
 
-__all__ = ["SMOLLM2", "load_pretrained"]
+__all__ = ["SMOLLM2", "find_gguf", "has_bf16", "load_pretrained"]
 
 #: The folder in which `trl_variants.demo.fetch` puts the model.
 SMOLLM2 = "smollm2"
@@ -93,3 +93,13 @@ def _causal_lm(name: str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+
+
+def has_bf16(cpu: bool) -> bool:
+    """Whether the processor computes in bfloat16 itself; where it does not, that is many times slower than float32."""
+    import torch
+
+    if not cpu:
+        return bool(torch.cuda.is_bf16_supported())
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)

@@ -18,9 +18,11 @@ SEPARATOR = "="
 #: Four tokens are needed (three letters and the end); room for as many again lets the model learn to stop.
 MAX_COMPLETION_LENGTH = 8
 #: Enough for a right answer now and then, which RL needs to begin with; more would leave RL little to show.
-WARM_UP_STEPS = 25
+WARM_UP_STEPS = 18
 WARM_UP_BATCH = 64
 WARM_UP_LEARNING_RATE = 3e-3
+#: Three times what Llama has, which is made for wider layers: with 0.02 every second seed stays below 0.7.
+INITIALIZER_RANGE = 0.06
 
 
 def make_task(seed: int, max_length: int | None = None) -> Task:
@@ -80,6 +82,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
