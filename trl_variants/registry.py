@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
+from zlib import crc32
 
 from trl_variants import __version__
 from trl_variants.collection import collect, name_of, twice
@@ -216,7 +217,7 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
             continue
         try:
             registry.add(point.load(), owner, strict=asked)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if asked:
                 raise VariantError(f"The plugin '{point.name}' of {owner} could not be loaded: {error}") from error
             registry.broken.append(BrokenPlugin(owner, error))
@@ -226,7 +227,7 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
             registry.add(_import(source), Owner(source, source, ""))
         except VariantError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
     return registry
 
@@ -245,7 +246,8 @@ def _import(source: str) -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
         raise VariantError(f"There is no plugin file {source}.")
-    name = f"trl_variants_plugin_{path.stem}_{abs(hash(str(path)))}"
+    # The same name in every process, so that what one has pickled another can find.
+    name = f"trl_variants_plugin_{path.stem}_{crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -132,7 +132,7 @@ def test_a_model_that_has_dropout_starts_at_itself_where_trl_switches_it_off(tmp
 
 WITH_KL = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "trl_grpo", "trl_rloo"]
 WITHOUT_KL = ["reinforce", "dr_grpo", "dapo", "gspo", "cispo"]
-OFF = ["none", None, False, {"coef": 0}]
+OFF = {name: ["none", {"coef": 0}] for name in WITH_KL} | {"grpo": ["none", None, False, {"coef": 0}]}
 
 
 def forwards(trainer: runs.Watched) -> dict[str, int]:
@@ -147,7 +147,7 @@ def forwards(trainer: runs.Watched) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("variant", "overrides"),
-    [*((name, None) for name in WITHOUT_KL), *((name, {"kl": off}) for name in WITH_KL for off in OFF)],
+    [*((name, None) for name in WITHOUT_KL), *((name, {"kl": off}) for name in WITH_KL for off in OFF[name])],
 )
 def test_without_kl_no_reference_is_made_or_scored(variant: str, overrides: Any, tmp_path: Any) -> None:
     trainer = runs.build(
