@@ -129,8 +129,9 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 def test_train_trains_and_writes_the_recipe_and_the_model(tmp_path: Path) -> None:
     model, data = tiny.llama_folder(tmp_path / "model"), tiny.dataset_folder(tmp_path)
+    places = {"model_name_or_path": model, "dataset_name": data}
     (tmp_path / "c.yaml").write_text(
-        yaml.safe_dump({**GOOD, "model_name_or_path": model, "dataset_name": data, "output_dir": str(tmp_path / "out")})
+        yaml.safe_dump({**GOOD, **places, "output_dir": str(tmp_path / "out")})
         + "learning_rate: 1e-3\nenv: {TRL_VARIANTS_TEST: 'yes'}\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\n"
     )
     line = ["train", "--config", str(tmp_path / "c.yaml"), "--max_steps", "2", "--use_cpu", "true", "--bf16", "false"]
