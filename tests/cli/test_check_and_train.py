@@ -134,7 +134,8 @@ def test_train_trains_and_writes_the_recipe_and_the_model(tmp_path: Path) -> Non
         yaml.safe_dump({**GOOD, **places, "output_dir": str(tmp_path / "out")})
         + "learning_rate: 1e-3\nenv: {TRL_VARIANTS_TEST: 'yes'}\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\n"
     )
-    line = ["train", "--config", str(tmp_path / "c.yaml"), "--max_steps", "2", "--use_cpu", "true", "--bf16", "false"]
+    line = ["train", "--config", str(tmp_path / "c.yaml"), "--max_steps", "2"]
+    line += ["--use_cpu", "true", "--bf16", "false"]
     line += ["--report_to", "none", "--max_completion_length", "6", "--eval_strategy", "steps", "--eval_steps", "1"]
     result = CliRunner().invoke(app, [*line, "--per_device_eval_batch_size", "4", "--num_generations_eval", "1"])
     assert result.exit_code == 0, (result.stderr, result.exception)
