@@ -132,7 +132,7 @@ def test_train_trains_and_writes_the_recipe_and_the_model(tmp_path: Path) -> Non
     places = {"model_name_or_path": model, "dataset_name": data}
     (tmp_path / "c.yaml").write_text(
         yaml.safe_dump({**GOOD, **places, "output_dir": str(tmp_path / "out")})
-        + "learning_rate: 1e-3\nenv: {TRL_VARIANTS_TEST: 'yes'}\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\n"
+        + "learning_rate: 1e-3\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\n"
     )
     line = ["train", "--config", str(tmp_path / "c.yaml"), "--max_steps", "2"]
     line += ["--use_cpu", "true", "--bf16", "false"]
