@@ -249,3 +249,17 @@ def test_what_a_recipe_needs_is_known_beforehand() -> None:
     assert of("dapo", regularizer="entropy_bonus").needs("entropies")
     assert not of("dapo").needs("sampling_log_probs")  # used where there, and not asked for
     assert of("dapo", sample_filter=None, advantage_estimator="returns", advantage_normalizer=None).min_generations == 1
+
+
+def test_a_state_that_a_checkpoint_could_not_hold_is_refused_at_once() -> None:
+    class Meter:
+        pass
+
+    @component
+    def metered(rewards: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        return rewards, {"means": [1.0, {"meter": Meter()}]}
+
+    with pytest.raises(
+        VariantError, match=r"advantage_estimator 'metered' .* keeps a Meter in its state; a state holds"
+    ):
+        resolve("grpo", {"advantage_estimator": metered, "advantage_normalizer": None})

@@ -115,6 +115,7 @@ class Workspace:
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
                 raise VariantError(f"{bound.slot} '{bound.name}' names state, so it must return (output, new_state).")
             result, self.states[bound.key] = result
+            _check_state(f"{bound.slot} '{bound.name}' ({bound.owner})", self.states[bound.key])
         result = _checked(bound, result, self.inputs.get("mask"))
         self.outputs.append((bound, result))
         return result
@@ -169,6 +170,22 @@ def _check_shape(where: str, value: Any, slot: str, mask: Tensor | None) -> None
     if tuple(value.shape) not in wanted:
         raise VariantError(
             f"{where} returned a tensor of shape {tuple(value.shape)}; expected {' or '.join(map(str, wanted))}."
+        )
+
+
+def _check_state(where: str, state: Any) -> None:
+    """Refuse what a checkpoint could save and not load again."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            _check_state(where, key)
+            _check_state(where, value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            _check_state(where, value)
+    elif type(state) not in (int, float, bool, str, type(None)) and not isinstance(state, Tensor):
+        raise VariantError(
+            f"{where} keeps a {type(state).__name__} in its state; a state holds numbers, strings, tensors, lists and "
+            "dicts, so that a checkpoint can hold it."
         )
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny
 from tests.trainer import runs
-from trl_variants import KL, VariantTrainer
+from trl_variants import KL
 
 #: Two optimizer steps on one rollout: on the first one KL must be 0, on the second it must not.
 TWO_STEPS = {"steps_per_generation": 4, "max_steps": 2, "learning_rate": 0.05}
@@ -189,4 +189,3 @@ def test_the_reference_is_written_down_with_the_variant(tmp_path: Any) -> None:
     runs.trained(tmp_path, "grpo", max_steps=1)
     written = json.loads(Path(tmp_path, "variant.json").read_text())
     assert written["variant"] == "grpo" and math.isclose(written["kl"]["coef"], 0.04)
-    assert issubclass(runs.Watched, VariantTrainer)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
 from trl_variants.data import Rollout
 from trl_variants.errors import VariantError
 
-__all__ = ["build_rollout", "checked_reward", "loss_mask", "stop_tokens"]
+__all__ = ["build_rollout", "check_engine", "checked_reward", "loss_mask", "stop_tokens"]
+
+logger = get_logger(__name__)
 
 _STOP_KEYS = ("eos_token_id", "stop_token_ids")  # transformers', vLLM's
 _LARGEST = torch.finfo(torch.float32).max  # TRL keeps rewards in float32
@@ -79,6 +82,20 @@ def stop_tokens(eos_token_ids: list[int], generation_kwargs: dict[str, Any] | No
     extra = generation_kwargs or {}
     given = [ids if isinstance(ids, (list, tuple)) else [ids] for ids in map(extra.get, _STOP_KEYS) if ids is not None]
     return list(dict.fromkeys([*eos_token_ids, *(i for ids in given for i in ids)]))
+
+
+def check_engine(trainer: Any) -> None:
+    """Warn where a vLLM server returns log-probs that a component cannot be right with, as TRL does."""
+    args = trainer.args
+    reads = any("sampling_log_probs" in bound.info.inputs for bound in trainer.recipe.components)
+    if not (reads and args.use_vllm and args.vllm_mode == "server" and trainer.accelerator.is_main_process):
+        return
+    mode = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        logger.warning(
+            f"The vLLM server runs with --logprobs-mode {mode}, which biases what is computed from its log-probs. "
+            "Restart it with --logprobs-mode processed_logprobs, or set variant_overrides: {token_weight: none}."
+        )
 
 
 def build_rollout(

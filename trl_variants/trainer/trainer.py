@@ -29,7 +29,7 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.reference import Reference
-from trl_variants.trainer.scoring import build_rollout, checked_reward, loss_mask, stop_tokens
+from trl_variants.trainer.scoring import build_rollout, check_engine, checked_reward, loss_mask, stop_tokens
 
 __all__ = ["VariantTrainer"]
 
@@ -109,6 +109,7 @@ class VariantTrainer(GRPOTrainer):
         self.eos_token_ids = stop_tokens(self.eos_token_ids, args.generation_kwargs)
         self.reference = Reference(self, peft_config) if self.recipe.needs_reference else None
         self.ref_model = self.reference.model if self.reference else None
+        check_engine(self)
         # The coefficient in force, and the one from the next rollout on.
         self.kl_coef = self._next_kl_coef = self.recipe.kl_coef()
         self._states: dict[str, dict[str, Any]] = {}
