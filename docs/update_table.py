@@ -20,8 +20,13 @@ def table() -> str:
 
 
 def updated(text: str) -> str:
-    """The README's text with the table in it."""
-    return BETWEEN.sub(lambda match: f"{match[1]}{table().rstrip()}\n{match[2]}", text)
+    """The README's text with the table in it; the variants that are TRL's own defaults are folded away."""
+    header, rule, *rows = table().strip().splitlines()
+    own = [row for row in rows if not row.startswith("| trl_")]
+    trl = [row for row in rows if row.startswith("| trl_")]
+    folded = ["", "<details><summary>TRL's own defaults</summary>", "", header, rule, *trl, "", "</details>"]
+    lines = "\n".join([header, rule, *own, *folded])
+    return BETWEEN.sub(lambda match: f"{match[1]}{lines}\n{match[2]}", text)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def test_lists_that_make_no_sense() -> None:
         "reward_shaper lists 'clip_rewards' more than once."
     )
     assert message("grpo", {"reward_shaper": {"cache": 4}}) == (
-        "reward_shaper holds 0 components here, so the override must say which: {name: ...}."
+        "reward_shaper is empty here, so the override must name a component: {name: ...}."
     )
     two = Variant(name="x", extends="grpo", reward_shaper=["clip_rewards", "soft_overlong"])
     assert message(two, {"reward_shaper": {"cache": 4}}) == (
@@ -233,7 +233,12 @@ def test_kl_is_overridden_part_by_part() -> None:
             0.1,
             "kl must be a mapping with the keys estimator, placement, coef, weighted, controller, or none; not 0.1.",
         ),
-        ("dapo", {"coef": 0.1}, "variant 'dapo' has no KL of its own, so kl must also set estimator, placement."),
+        (
+            "dapo",
+            {"coef": 0.1},
+            "variant 'dapo' has no KL of its own, so kl must also set estimator, placement; "
+            "for example kl: {estimator: k3, placement: loss, coef: 0.04}.",
+        ),
         ("grpo", {"coef": -1}, "kl: coef must be a number of at least 0, not -1."),
         ("grpo", {"coef": True}, "kl: coef must be a number of at least 0, not True."),
         ("grpo", {"coef": "inf"}, "kl: coef must be a number of at least 0, not 'inf'."),

@@ -146,6 +146,8 @@ def _override_one(slot: str, value: Any, current: Sequence[Any]) -> Any:
         raise VariantError(f"{slot} must be a name or a mapping, not {value!r}.")
     name = value.get("name")
     if name is None:
+        if not uses:
+            raise VariantError(f"{slot} is empty here, so the override must name a component: {{name: ...}}.")
         if len(uses) != 1:
             raise VariantError(
                 f"{slot} holds {len(uses)} components here, so the override must say which: {{name: ...}}."
@@ -170,7 +172,10 @@ def _override_kl(variant: Variant, value: Any) -> KL | None:
     base = {} if is_off(variant.kl) else {key: getattr(variant.kl, key) for key in KL_KEYS}
     absent = [key for key in ("estimator", "placement", "coef") if key not in {**base, **value}]
     if absent:
-        raise VariantError(f"variant '{variant.name}' has no KL of its own, so kl must also set {listing(absent)}.")
+        raise VariantError(
+            f"variant '{variant.name}' has no KL of its own, so kl must also set {listing(absent)}; for example kl: "
+            "{estimator: k3, placement: loss, coef: 0.04}."
+        )
     parts = {
         key: _override_one(f"kl_{key}", item, [base[key]] if key in base else [])
         if key in ("estimator", "placement", "controller")

@@ -68,6 +68,13 @@ ERRORS = [
     ),
     ({"num_generations": "four"}, "argument --num_generations/--num-generations: invalid int value: 'four'"),
     ({"learning_rate": True}, "argument --learning_rate/--learning-rate: invalid float value: 'True'"),
+    ({"use_cpu": 7}, "argument --use_cpu/--use-cpu: Truthy value expected: got 7"),
+    (
+        {"beta": 0.1, "scale_rewards": "group"},
+        "beta is set in the config, but the variant decides it. Use variant_overrides: {kl: {coef: ...}}.\n"
+        "scale_rewards is set in the config, but the variant decides it. "
+        "Use variant_overrides: {advantage_normalizer: ...}.",
+    ),
     ({"model_name_or_path": None}, "No model: set model_name_or_path."),
     ({"dataset_name": None}, "No dataset: set dataset_name or datasets."),
     ({"datasets": [{"path": "json"}]}, "Both dataset_name and datasets are set; keep one."),
@@ -116,6 +123,26 @@ def test_options_win_over_the_file_and_misspelt_ones_are_refused(check: Any) -> 
         == "Error: There is no option '--learning_rte'. Did you mean 'learning_rate'?\n"
     )
     assert "has no key 'clip'" in check("--variant_overrides", "{clip: cispo}").stderr
+
+
+def test_one_reward_where_a_list_is_due_is_a_list_of_one(check: Any) -> None:
+    assert "rewards     tests.tiny.low_words" in check(reward_funcs="tests.tiny.low_words").stdout
+
+
+def test_train_without_anything_says_what_to_give() -> None:
+    assert CliRunner().invoke(app, ["train"]).stderr == "Error: No config: give --config FILE.yaml.\n"
+
+
+def test_a_key_that_is_set_twice_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("variant: grpo\nmax_steps: 1\nmax_steps: 2\n")
+    said = CliRunner().invoke(app, ["check", str(tmp_path / "c.yaml")]).stderr
+    assert "c.yaml is not valid YAML: 'max_steps' is set twice" in said and "line 2, column 1" in said
+
+
+def test_a_dataset_that_cannot_be_loaded_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**GOOD, "dataset_name": "nosuchdata", "use_cpu": True}))
+    result = CliRunner().invoke(app, ["train", "--config", str(tmp_path / "c.yaml")])
+    assert result.exit_code == 2 and "Error: Could not load the dataset: " in result.stderr
 
 
 @pytest.mark.parametrize("text", ["- a", "a: [", "just words"])

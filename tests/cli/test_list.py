@@ -52,6 +52,16 @@ def test_list_of_one_slot_reads_as_text() -> None:
         "            target=0.1, horizon=10000, level=token · arXiv:1909.08593\n"
         "\n"
         f"From {HERE}, unless another distribution is named.\n"
+        "inputs  what a component here may name\n"
+        "  kl_coef               the KL coefficient in force, a float\n"
+        "  measured_kl           mean KL per policy token over the whole rollout, a float\n"
+        "  measured_sequence_kl  mean over completions of the KL summed over tokens, a\n"
+        "                        float\n"
+        "  samples               the number of completions in the rollout, an int\n"
+        "  state                 a dict of the component's own, saved in checkpoints\n"
+        "\n"
+        "It returns a scalar. N completions of the rollout, B of a micro-batch, T tokens,\n"
+        "F reward functions.\n"
     )
 
 
@@ -131,3 +141,10 @@ def test_an_unknown_slot_is_refused_with_the_nearest() -> None:
         "kl_estimator, kl_placement, kl_controller, advantage_estimator, advantage_normalizer, importance_ratio, "
         "clip_rule, token_weight, regularizer, loss_aggregator, reward_function."
     )
+
+
+def test_list_of_one_slot_says_what_a_component_there_may_name_and_return() -> None:
+    printed = out("list", "--slot", "importance_ratio")
+    assert "old_log_probs  (B, T) log pi of the policy at the rollout" in printed
+    assert "It returns (B, T) or (B, 1)." in printed
+    assert "It returns (N,)." in out("list", "--slot", "sample_filter")

@@ -190,15 +190,15 @@ def test_losses_equal_a_loop(tokens: list[tuple[float, float]], low: float, high
         ),
         (
             {"name": "ppo_clip", "epsilon_low": 1},  # pains C16
-            "clip_rule 'ppo_clip': epsilon_low must be in [0, 1) and epsilon_high must not be negative.",
+            "clip_rule 'ppo_clip': epsilon_low (1.0) must be at least 0 and below 1.",
         ),
         (
             {"name": "ppo_clip", "epsilon_high": -0.1},
-            "clip_rule 'ppo_clip': epsilon_low must be in [0, 1) and epsilon_high must not be negative.",
+            "clip_rule 'ppo_clip': epsilon_high (-0.1) must not be negative.",
         ),
         (
             {"name": "dual_clip", "epsilon_low": -0.1},
-            "clip_rule 'dual_clip': epsilon_low must be in [0, 1) and epsilon_high must not be negative.",
+            "clip_rule 'dual_clip': epsilon_low (-0.1) must be at least 0 and below 1.",
         ),
         (
             {"name": "cispo", "epsilon_max": 0.2},

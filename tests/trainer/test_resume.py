@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from tests import tiny
 from tests.trainer import runs
 from tests.trainer.test_adapters import LORA, adapted, adapter_weights
 from trl_variants import KL, use
+from trl_variants.describe import recipe_dict
 
 #: One mini-batch per rollout and two epochs: rollouts begin before steps 1, 3 and 5.
 SETTINGS: dict[str, Any] = {"num_iterations": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
@@ -98,6 +100,7 @@ def test_a_checkpoint_is_a_plain_model_beside_the_variant_and_its_state(whole: A
     assert torch.equal(runs.weights(loaded), runs.weights(uninterrupted.model))
     assert not [name for name in loaded.state_dict() if name not in tiny.model().state_dict()]
     state = torch.load(folder / "checkpoint-6" / "variant_state.pt", weights_only=True)
+    assert state.pop("recipe") == str(recipe_dict(uninterrupted.recipe))
     assert state == {"kl_coef": uninterrupted._next_kl_coef, "states": uninterrupted._states}
     written = json.loads((folder / "variant.json").read_text())
     assert written["kl"]["controller"]["parameters"]["target"] == 0.01
@@ -167,3 +170,12 @@ def test_going_back_to_a_checkpoint_in_the_same_process_draws_a_new_rollout(tmp_
     assert trainer.generations_before_step == [1, 1, 2, 3]
     batch = trainer.spy.batches[-1][0]
     assert torch.equal(batch.log_probs, batch.old_log_probs)
+
+
+def test_going_on_with_another_variant_is_warned_about(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    runs.trained(tmp_path / "a", "grpo", **SETTINGS)
+    with caplog.at_level(logging.WARNING):
+        resumed(tmp_path / "a", 2)
+        assert "was written by another variant" not in caplog.text
+        resumed(tmp_path / "a", 2, "dapo")
+    assert "was written by another variant, or by other versions; this run goes on with 'dapo'" in caplog.text

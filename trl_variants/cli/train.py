@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from trl_variants.errors import VariantError
+
 __all__ = ["check", "train"]
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -20,6 +22,8 @@ def train(
 
     Several processes: `accelerate launch -m trl_variants train --config FILE.yaml`.
     """
+    if config is None and not context.args:
+        raise VariantError("No config: give --config FILE.yaml.")
     from trl_variants.trainer.launch import parse, run
 
     run(parse(_arguments(config, context)))
@@ -42,11 +46,11 @@ def check(
     reward_model = any(isinstance(function, str) for function in job.reward_funcs)
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
-        "variant": f"{recipe.variant.name}: {recipe.variant.summary or ''}",
+        "variant": ": ".join(filter(None, (recipe.variant.name, recipe.variant.summary))),
         "components": "\n".join(f"{bound.slot}: {bound}" for bound in recipe.components),
         "model": str(job.model.model_name_or_path),
         "dataset": job.script.dataset_name or ", ".join(str(dataset.path) for dataset in job.data.datasets),
-        "rewards": ", ".join(f if isinstance(f, str) else f.__name__ for f in job.reward_funcs),
+        "rewards": ", ".join([*filter(None, [job.script.reward_model_name_or_path]), *(job.script.reward_funcs or [])]),
         "rollout": f"{training.generation_batch_size // training.num_generations} prompts x "
         f"{training.num_generations} completions, at most {training.max_completion_length} tokens each",
         "updates": f"{training.num_iterations * steps // accumulation} optimizer step(s) per rollout",
@@ -59,6 +63,8 @@ def check(
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(f"{config} is valid.")
+    if training.use_cpu:
+        console.print("Checked as for the CPU: use_cpu is set, or this machine has no accelerator.")
 
 
 def _arguments(config: Path | None, context: typer.Context) -> list[str]:

@@ -18,7 +18,9 @@ __all__ = ["cispo", "dual_clip", "policy_gradient", "ppo_clip"]
 
 def _clip_range(p: object) -> bool | str:
     low, high = p.epsilon_low, p.epsilon_high  # type: ignore[attr-defined]
-    return (0 <= low < 1 and high >= 0) or "epsilon_low must be in [0, 1) and epsilon_high must not be negative"
+    if not 0 <= low < 1:
+        return f"epsilon_low ({low}) must be at least 0 and below 1"
+    return high >= 0 or f"epsilon_high ({high}) must not be negative"
 
 
 @component(

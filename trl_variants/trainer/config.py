@@ -126,9 +126,10 @@ class VariantConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Resolve the variant, then run every check of TRL's with neutral values in the fields that it decides."""
+        set_here = [owned for owned in self._owned_fields() if getattr(self, owned.name) is not None]
+        if set_here:
+            raise VariantError("\n".join(_refusal(owned.name, owned.metadata["help"].override) for owned in set_here))
         for owned in self._owned_fields():
-            if getattr(self, owned.name) is not None:
-                raise VariantError(_refusal(owned.name, owned.metadata["help"].override))
             setattr(self, owned.name, owned.metadata["help"].neutral)
         if isinstance(self.variant_overrides, str):
             self.variant_overrides = _parse_mapping(self.variant_overrides)

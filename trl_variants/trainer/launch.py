@@ -7,8 +7,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -52,14 +52,14 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
     parser = TrlParser(
         (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig), prog="trl-variants train"
     )
+    if anywhere and not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True)  # before the file, which may say otherwise
     if "--config" in arguments:
         at = arguments.index("--config")
         if at + 1 == len(arguments):
             raise VariantError("--config needs the name of a YAML file.")
         _apply_file(parser, Path(arguments[at + 1]))
         del arguments[at : at + 2]
-    if anywhere and not torch.accelerator.is_available():
-        parser.set_defaults(use_cpu=True)
     script, training, model, data = _parse_line(parser, arguments)
     job = Job(script, training, model, data, _reward_functions(script, training))
     _check_places(job)
@@ -81,25 +81,27 @@ def run(job: Job) -> None:
         "dtype": job.model.dtype,
         **(training.model_init_kwargs or {}),
     }
-    if job.data.datasets:
-        dataset = get_dataset(job.data)
-    else:
-        dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    with _named("the dataset"):
+        if job.data.datasets:
+            dataset = get_dataset(job.data)
+        else:
+            dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     evaluated = training.eval_strategy != "no"
     for split in (script.dataset_train_split, *([script.dataset_test_split] if evaluated else [])):
         if split not in dataset:
             raise VariantError(
                 f"The dataset has no split '{split}'.{did_you_mean(split, dataset)} It has: {listing(dataset)}."
             )
-    trainer = VariantTrainer(
-        model=job.model.model_name_or_path,
-        reward_funcs=job.reward_funcs,
-        args=training,
-        train_dataset=dataset[script.dataset_train_split],
-        eval_dataset=dataset[script.dataset_test_split] if evaluated else None,
-        quantization_config=get_quantization_config(job.model),
-        peft_config=get_peft_config(job.model),
-    )
+    with _named(f"the model {job.model.model_name_or_path} or a reward model"):
+        trainer = VariantTrainer(
+            model=job.model.model_name_or_path,
+            reward_funcs=job.reward_funcs,
+            args=training,
+            train_dataset=dataset[script.dataset_train_split],
+            eval_dataset=dataset[script.dataset_test_split] if evaluated else None,
+            quantization_config=get_quantization_config(job.model),
+            peft_config=get_peft_config(job.model),
+        )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}")
@@ -108,11 +110,27 @@ def run(job: Job) -> None:
     trainer.end()
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say what could not be loaded, where a library says only that it reached no file and no hub."""
+    try:
+        yield
+    except OSError as error:
+        raise VariantError(f"Could not load {what}: {str(error).strip().splitlines()[0]}") from error
+
+
 # -- the file -------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of YAML 1.2: ``1e-6`` is one, which YAML 1.1 reads as a string."""
+    """YAML with the numbers of YAML 1.2 (``1e-6`` is one, which YAML 1.1 reads as a string), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for (key_node, _), key in zip(node.value, keys, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is set twice", key_node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -127,7 +145,8 @@ def _apply_file(parser: TrlParser, path: Path) -> None:
     if not path.is_file():
         raise VariantError(f"There is no config file {path}.")
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        with path.open(encoding="utf-8") as file:  # whose name YAML's messages then show
+            values = yaml.load(file, Loader=_Loader)
     except yaml.YAMLError as error:
         raise VariantError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -149,8 +168,10 @@ def _apply_file(parser: TrlParser, path: Path) -> None:
 
 def _as_on_the_line(action: argparse.Action, value: Any) -> Any:
     """A scalar as text, so that the parser converts and checks it as it does on the command line."""
-    if value is None or isinstance(value, (dict, list)) or action.nargs in ("+", "*"):
+    if value is None or isinstance(value, (dict, list)):
         return value
+    if action.nargs in ("+", "*"):  # one name where a list is due is a list of one
+        return [value]
     if isinstance(value, bool) and action.type is str:
         return value
     return str(value)

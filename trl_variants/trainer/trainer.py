@@ -300,7 +300,7 @@ class VariantTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            state = {"kl_coef": self._next_kl_coef, "states": self._states}
+            state = {"kl_coef": self._next_kl_coef, "states": self._states, "recipe": str(recipe_dict(self.recipe))}
             torch.save(state, os.path.join(self._get_output_dir(trial=trial), folder, _STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -310,3 +310,10 @@ class VariantTrainer(GRPOTrainer):
             state = torch.load(path, map_location="cpu", weights_only=True)
             self.kl_coef = self._next_kl_coef = state["kl_coef"]
             self._states = state["states"]
+            if state["recipe"] != str(recipe_dict(self.recipe)):
+                logger.warning(
+                    "%s was written by another variant, or by other versions; this run goes on with '%s'. Compare the "
+                    "variant.json of both.",
+                    checkpoint,
+                    self.recipe.variant.name,
+                )
