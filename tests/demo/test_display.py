@@ -57,7 +57,7 @@ def test_the_control_experiment_says_what_it_is():
 
 def test_a_line_shows_means_since_the_line_before_and_a_dash_for_what_is_not_logged():
     def act(display):
-        display.started(DemoSettings(), resolve("dapo"), ABOUT, 40)  # a line every second step
+        display.started(DemoSettings(logging_steps=2), resolve("dapo"), ABOUT, 40)
         logged = [(0.0, 1.0), (0.25, 2.0), (0.5, None), (0.7, float("nan"))]
         for step, (reward, entropy) in enumerate(logged, start=1):
             display.step(step, {"reward": reward, "entropy": entropy, "clip_ratio/region_mean": 0.125})
@@ -67,6 +67,19 @@ def test_a_line_shows_means_since_the_line_before_and_a_dash_for_what_is_not_log
         ["1", "0.000", "—", "—", "12.5%", "1.000", "—"],
         ["2", "0.250", "—", "—", "12.5%", "2.000", "—"],
         ["4", "0.600", "—", "—", "12.5%", "—", "—"],
+    ]
+
+
+def test_there_is_a_line_a_step():
+    def act(display):
+        display.started(DemoSettings(), resolve("dapo"), ABOUT, 200)
+        for step in (1, 2, 3):
+            display.step(step, {"reward": step / 10})
+
+    assert [line.split()[:2] for line in shown(act).splitlines()[-3:]] == [
+        ["1", "0.100"],
+        ["2", "0.200"],
+        ["3", "0.300"],
     ]
 
 

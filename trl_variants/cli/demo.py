@@ -35,6 +35,7 @@ def demo(
     learning_rate: Annotated[float | None, typer.Option(help="Chosen by the model.")] = None,
     num_generations: Annotated[int | None, typer.Option(help="Completions per prompt; chosen by the variant.")] = None,
     max_completion_length: Annotated[int | None, typer.Option(help="In tokens; chosen by the task.")] = None,
+    logging_steps: Annotated[int, typer.Option(help="Steps from one printed line to the next.")] = 1,
     output_dir: Annotated[
         Path | None, typer.Option(help="Keep the trained model, variant.json and demo.json here.")
     ] = None,
@@ -59,6 +60,7 @@ def demo(
         learning_rate=learning_rate,
         num_generations=num_generations,
         max_completion_length=max_completion_length,
+        logging_steps=logging_steps,
         output_dir=str(output_dir) if output_dir else None,
         reward="noise" if reward == "noise" else "task",
     )

@@ -1,4 +1,4 @@
-"""What a demo run looks like in a terminal: a header, a progress bar, a line every few steps, before and after."""
+"""What a demo run looks like in a terminal: a header, a progress bar, a line a step, before and after."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ COLUMNS = (
 )
 ABSENT = "—"
 WIDTH = 9
-#: Lines of a run; each shows the mean over the steps since the one before.
-LINES = 20
 
 
 class Display(Reporter):
@@ -71,7 +69,7 @@ class Display(Reporter):
         self._console.print()
         titles = "".join(f"{title:>{WIDTH + 1}}" for title, _, _ in COLUMNS)
         self._console.print(Text(f"{'step':>5}{titles}", style="bold"))
-        self._every = max(1, round(steps / LINES))
+        self._every = settings.logging_steps
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("training"),
@@ -87,7 +85,7 @@ class Display(Reporter):
             self._progress.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar, and now and then print a line."""
+        """Move the bar, and print a line: the mean over the steps since the line before."""
         self._pending.append(metrics)
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step)

@@ -128,8 +128,9 @@ def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
     generations = settings.num_generations or recipe.variant.num_generations or plan.num_generations
     recipe.check_generations(generations)
     steps = plan.steps if settings.steps is None else settings.steps
-    if steps < 1:
-        raise VariantError(f"steps must be at least 1, not {steps}.")
+    for name, value in (("steps", steps), ("logging_steps", settings.logging_steps)):
+        if value < 1:
+            raise VariantError(f"{name} must be at least 1, not {value}.")
     cpu = plan.cpu or not torch.cuda.is_available()
     return replace(
         plan,

@@ -28,6 +28,7 @@ class DemoSettings:
         learning_rate: Constant over the run.
         num_generations: Completions per prompt.
         max_completion_length: Tokens of a completion.
+        logging_steps: Steps from one printed line to the next; each shows the mean since the line before.
         output_dir: Where the trained model, ``variant.json`` and ``demo.json`` are kept; nothing is kept without it.
         reward: ``task``, or ``noise`` for the control experiment: a coin toss, from which nothing can be learned.
     """
@@ -43,6 +44,7 @@ class DemoSettings:
     learning_rate: float | None = None
     num_generations: int | None = None
     max_completion_length: int | None = None
+    logging_steps: int = 1
     output_dir: str | None = None
     reward: Literal["task", "noise"] = "task"
 
