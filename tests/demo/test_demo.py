@@ -50,7 +50,9 @@ def test_the_default_learns_to_reverse_held_out_strings(tmp_path):
         assert name in first
     assert "kl" not in first  # dapo has none
     assert last["reward"] > first["reward"]
-    assert last["entropy"] < first["entropy"]
+    # A step on which every group has equal rewards trains nothing, and has no entropy to report.
+    entropies = [log["entropy"] for log in result.history if log["entropy"] is not None]
+    assert entropies[-1] < entropies[0]
     # What is kept: the model, which answers as it did, the variant and the numbers.
     assert json.loads((tmp_path / "variant.json").read_text())["variant"] == "dapo"
     kept = json.loads((tmp_path / "demo.json").read_text())
