@@ -25,7 +25,7 @@ class DemoSettings:
         task_config: Settings of the reasoning-gym task, over its own defaults.
         seed: Decides the split, the tiny model's weights, every sample; the same seed gives the same run.
         steps: Optimizer steps.
-        learning_rate: Constant over the run.
+        learning_rate: Reached over the first tenth of the steps, constant from there on.
         num_generations: Completions per prompt.
         max_completion_length: Tokens of a completion.
         logging_steps: Steps from one printed line to the next; each shows the mean since the line before.
