@@ -53,7 +53,7 @@ TINY_PLAN = _Plan(
 )
 #: Five minutes.
 PRETRAINED_PLAN = _Plan(
-    steps=30,
+    steps=20,
     learning_rate=1e-5,
     num_generations=8,
     batch=16,
