@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import tiny
 from trl_variants import load_registry, resolve
@@ -37,6 +38,8 @@ def test_a_config_trains_its_variant(
         *("--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_steps", "2"),
         *("--max_completion_length", "6", "--learning_rate", "1e-3", "--gradient_accumulation_steps", "2"),
     ]
+    if "critic_warmup_steps" in (CONFIGS / f"{variant}.yaml").read_text():
+        line += ["--critic_warmup_steps", "1", "--steps_per_generation", "4"]
     if variant == "dapo":  # its penalty's slope of 256 tokens does not fit into 6
         line += ["--variant_overrides", "{reward_shaper: {cache: 2}}"]
     job = parse(line)
@@ -46,6 +49,42 @@ def test_a_config_trains_its_variant(
     run(job)
     assert (tmp_path / "out" / "variant.json").is_file()
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+RECIPES = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_published_recipe_trains(
+    recipe: str, places: dict[str, str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With models that stand in for its own, and the sizes of a test; its variant and its overrides are the file's."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    judge = tiny.judge_folder(tmp_path / "judge")
+    path = CONFIGS / "recipes" / f"{recipe}.yaml"
+    line = [
+        *("--config", str(path), "--model_name_or_path", places["model"], "--dataset_name", places["data"]),
+        *("--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false", "--report_to", "none"),
+        *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--steps_per_generation", "4"),
+        *("--max_steps", "4", "--max_completion_length", "6"),
+    ]
+    text = path.read_text()
+    for key, value in (
+        ("reward_model_name_or_path", judge),
+        ("critic_model", judge),
+        ("reward_funcs", "tests.tiny.low_words"),
+    ):
+        line += [f"--{key}", str(value)] if f"\n{key}:" in text else []
+    job = parse(line)
+    assert yaml.safe_load(text)["variant_overrides"] == job.training.variant_overrides
+    run(job)
+    assert (tmp_path / "out" / "variant.json").is_file()
+
+
+def test_the_recipes_have_the_coefficients_of_their_papers() -> None:
+    got = {name: yaml.safe_load((CONFIGS / "recipes" / f"{name}.yaml").read_text()) for name in RECIPES}
+    coefs = {name: config["variant_overrides"]["kl"]["coef"] for name, config in got.items()}
+    assert coefs == {"instructgpt": 0.02, "llama2_chat": 0.01, "tulu3_rlvr": 0.05}
 
 
 def test_the_dapo_config_differs_from_the_variant_only_in_the_width_of_its_penalty() -> None:

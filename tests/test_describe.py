@@ -59,6 +59,7 @@ def test_the_dict_says_everything_that_resolving_again_needs(name: str) -> None:
         "coef": data["kl"]["coef"],
         **{part: override(data["kl"][part]) for part in ("estimator", "placement", "controller")},
     }
+    overrides["critic"] = data["settings"]["critic"]
     again = recipe_dict(resolve(Variant(name="bare", extends="reinforce"), overrides, REGISTRY))
     assert (again["slots"], again["kl"]) == (data["slots"], data["kl"])
 
@@ -96,6 +97,7 @@ def test_an_object_handed_over_is_recorded_by_module_and_name() -> None:
         "num_iterations": 1,
         "max_updates_per_rollout": 1,
         "critic": None,
+        "reshuffle": False,
         "sampling": "mask",
     }
 

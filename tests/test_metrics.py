@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.components.common import checked, double, numbers, tables
-from trl_variants import Totals, resolve
+from trl_variants import Totals, Variant, resolve, use
 from trl_variants.data import Metric
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch, make_rollout
@@ -20,7 +20,7 @@ from trl_variants.testing import make_batch, make_rollout
 REGISTRY = load_registry("none")
 
 
-def of_rollout(variant: str, rollout: object, **overrides: Any) -> dict[str, float]:
+def of_rollout(variant: str | Variant, rollout: object, **overrides: Any) -> dict[str, float]:
     metrics = resolve(variant, overrides, REGISTRY).advantages(rollout).metrics
     return {name: float(metric) for name, metric in metrics.items()}
 
@@ -73,6 +73,7 @@ def test_the_numbers_of_a_batch_by_hand() -> None:
     assert got == pytest.approx(
         {
             "entropy": 0.3,
+            "approx_kl": (1.5 - 1 - math.log(1.5) + 0 + 0.5 - 1 - math.log(0.5)) / 3,
             "clip_ratio/low_mean": 1 / 3,
             "clip_ratio/high_mean": 1 / 3,
             "clip_ratio/region_mean": 2 / 3,
@@ -81,6 +82,31 @@ def test_the_numbers_of_a_batch_by_hand() -> None:
             "entropy_bonus": -0.3,
         }
     )
+
+
+def test_the_critics_numbers_of_a_rollout_by_hand() -> None:
+    # lambda 1, no KL: every token's target is its completion's reward: 1, 1, 3. Values .5, 1.5, 2; errors .5, -.5, 1.
+    variant = Variant(
+        name="x",
+        extends="reinforce",
+        advantage_estimator=use("gae", lam=1.0),
+        regularizer="value_loss",
+        critic="shared",
+    )
+    rollout = make_rollout(
+        [1.0, 3.0, 7.0],
+        group_ids=[0, 1, 2],
+        scored=[True, True, False],
+        values=[[0.5, 1.5], [2.0, 9.0], [9.0, 9.0]],
+        lengths=[2, 1, 2],
+    )
+    got = of_rollout(variant, rollout)
+    assert got["values/mean"] == pytest.approx(4 / 3) and got["returns/mean"] == pytest.approx(5 / 3)
+    spread = (1 + 1 + 9) / 3 - (5 / 3) ** 2
+    assert got["returns/std"] == pytest.approx(spread**0.5)
+    assert got["explained_variance"] == pytest.approx(1 - ((0.25 + 0.25 + 1) / 3 - (1 / 3) ** 2) / spread)
+    same = make_rollout([1.0, 1.0], group_ids=[0, 1], values=[[0.5], [0.0]], lengths=[1, 1])
+    assert math.isnan(of_rollout(variant, same)["explained_variance"])  # nothing to explain
 
 
 def test_a_sequence_counts_once_where_the_ratio_is_one_per_sequence() -> None:

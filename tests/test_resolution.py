@@ -15,7 +15,7 @@ REGISTRY = load_registry("none")
 CLIP_RULES = ", ".join(f"{n} (trl-variants {__version__})" for n in sorted(REGISTRY.components("clip_rule")))
 KEYS = (
     "sample_filter, reward_shaper, advantage_estimator, advantage_normalizer, importance_ratio, clip_rule, "
-    "token_weight, regularizer, loss_aggregator, kl, critic, sampling"
+    "token_weight, regularizer, loss_aggregator, kl, critic, reshuffle, sampling"
 )
 
 
@@ -171,7 +171,12 @@ def test_lists_that_make_no_sense() -> None:
         ("clip_rule", "variant_overrides must be a mapping by slot, not str."),
         ({"sampling": "dynamic"}, "sampling must be 'mask', not 'dynamic'; resampling is not in this release."),
         ({"critic": "both"}, "critic must be 'separate', 'shared' or none, not 'both'."),
-        ({"critic": "shared"}, "variant 'grpo' has a critic, and no component reads its values."),
+        (
+            {"critic": "shared"},
+            "variant 'grpo' has a critic, and advantage_estimator 'group_mean' does not read its values. Use "
+            "advantage_estimator: gae, or critic: none and no value_loss.",
+        ),
+        ({"reshuffle": 3}, "reshuffle must be true or false, not 3."),
         (
             {"importance_ratio": None},
             "clip_rule 'ppo_clip' clips a ratio, and importance_ratio 'none' fixes it at 1. "

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from trl_variants import VariantConfig
 
@@ -57,6 +64,15 @@ def saved(folder: Any, **kwargs: Any) -> str:
 
 def llama_folder(folder: Any) -> str:
     """A tiny model that loads with its tokenizer from a folder, as the command line does it."""
+    return _saved_llama(folder, LlamaForCausalLM)
+
+
+def judge_folder(folder: Any) -> str:
+    """A reward model with the same tokenizer."""
+    return _saved_llama(folder, LlamaForSequenceClassification, num_labels=1)
+
+
+def _saved_llama(folder: Any, kind: Any, **settings: Any) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -68,8 +84,9 @@ def llama_folder(folder: Any) -> str:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
+        **settings,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    kind(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -19,7 +19,7 @@ from trl_variants.components import (
 )
 from trl_variants.hookspecs import hookimpl
 from trl_variants.variant import Variant
-from trl_variants.variants import cispo, dapo, dr_grpo, grpo, gspo, reinforce, reinforce_pp, rloo, trl_defaults
+from trl_variants.variants import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce, reinforce_pp, rloo, trl_defaults
 
 Components = list[Callable[..., Any]]
 
@@ -106,6 +106,9 @@ def register_loss_aggregators() -> Components:
 def register_variants() -> list[Variant]:
     return [
         reinforce.REINFORCE,
+        ppo.PPO,
+        ppo.PPO_DUAL_CLIP,
+        ppo.A2C,
         grpo.GRPO,
         rloo.RLOO,
         reinforce_pp.REINFORCE_PP,

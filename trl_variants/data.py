@@ -233,6 +233,7 @@ class Batch(_Tensors):
         old_values: (B, T) of the critic at the rollout.
         returns: (B, T) targets of the critic.
         rewards: (B,).
+        scored: (B,) bool; False where every reward function returned None.
         step: Number of the optimizer step.
     """
 
@@ -248,6 +249,7 @@ class Batch(_Tensors):
     old_values: Tensor | None = None
     returns: Tensor | None = None
     rewards: Tensor | None = None
+    scored: Tensor | None = None
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -259,6 +261,7 @@ class Batch(_Tensors):
             self._tensor(name, (rows, tokens))
         self._tensor("advantages", (rows, tokens), (rows, 1), (rows,))
         self._tensor("rewards", (rows,))
+        self._tensor("scored", (rows,), dtype=torch.bool)
         if self.advantages.dim() == 1:
             self._set("advantages", self.advantages[:, None])
         self._clean(*per_token, "old_values", "returns", "advantages")

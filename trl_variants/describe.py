@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: Trainer settings that a variant carries.
-SETTINGS = ("num_generations", "num_iterations", "max_updates_per_rollout", "critic", "sampling")
+SETTINGS = ("num_generations", "num_iterations", "max_updates_per_rollout", "critic", "reshuffle", "sampling")
 #: Columns of the variant table: the six parts of an objective (document 002, section 5.6), and what surrounds them.
 PARTS = ("baseline", "scaling", "ratio", "clip", "aggregation", "kl", "besides")
 _PACKAGES = ("trl", "transformers", "accelerate", "torch", "peft", "vllm")
@@ -185,6 +185,8 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"Proposes num_generations: {variant.num_generations}; yours wins.")
     if variant.num_iterations and variant.num_iterations > 1:
         said.append(f"Proposes num_iterations: {variant.num_iterations}, epochs over each rollout; yours wins.")
+    if variant.reshuffle:
+        said.append("Shuffles the rows of a rollout anew before each epoch over them (reshuffle).")
     if most := variant.max_updates_per_rollout:
         steps = "one optimizer step" if most == 1 else f"{most} optimizer steps"
         said.append(f"At most {steps} per rollout; more is refused.")

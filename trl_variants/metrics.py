@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_variants.components.kl import k3
 from trl_variants.components.masked import counted, group_table, is_constant, masked_sum, select
+from trl_variants.components.regularizers import value_clipped
 from trl_variants.data import Batch, ClipResult, Metric, Rollout
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ def measured_kl(kl: Tensor, mask: Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def of_rollout(x: Workspace, rollout: Rollout) -> dict[str, Metric]:
+def of_rollout(x: Workspace, rollout: Rollout, returns: Tensor | None = None) -> dict[str, Metric]:
     """Metrics of the rollout phase.
 
     ``frac_reward_zero_std``: share of completions in groups of equal rewards; ``keep_ratio``: share that the filters
     keep; ``reward_shaped``: the reward that the estimator saw; ``advantages/group_spread``: mean over groups of the
-    standard deviation of advantages inside the group; ``kl`` and ``kl/k3`` where KL is measured at the rollout.
+    standard deviation of advantages inside the group; ``kl`` and ``kl/k3`` where KL is measured at the rollout; with a
+    critic ``values/mean``, ``returns/mean``, ``returns/std`` and ``explained_variance``.
     """
     advantages = x["advantages"]
     if advantages.dim() == 2:
@@ -46,7 +48,27 @@ def of_rollout(x: Workspace, rollout: Rollout) -> dict[str, Metric]:
     }
     if x["kl"] is not None:
         out |= _kl(x, rollout.mask)
+    if returns is not None and rollout.values is not None:
+        out |= _of_values(rollout.values, returns, rollout.mask & rollout.scored[:, None])
     return out
+
+
+def _of_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """How well the critic knew the returns of this rollout: 1 - Var(R - V) / Var(R); 1 is perfect, 0 is a constant."""
+    spread, error = _variance(returns, mask), _variance(returns - values, mask)
+    known = spread > 0
+    explained = 1 - error / torch.where(known, spread, 1.0)
+    return {
+        "values/mean": _mean(values, mask),
+        "returns/mean": _mean(returns, mask),
+        "returns/std": Metric(spread.sqrt(), torch.ones_like(spread)),
+        "explained_variance": Metric(select(explained, known), known),
+    }
+
+
+def _variance(x: Tensor, mask: Tensor) -> Tensor:
+    count = mask.sum().clamp(min=1)
+    return masked_sum((x - masked_sum(x, mask) / count).square(), mask) / count
 
 
 @torch.no_grad()
@@ -54,9 +76,11 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
     """Metrics of the learning phase.
 
     ``entropy``; ``clip_ratio/{low,high,region,dual}_mean``, ``clip_ratio/low_min`` and ``clip_ratio/high_max`` from
-    what the clip rule says it clipped; ``kl`` as it is trained, and ``kl/k3`` for monitoring; one per regularizer.
+    what the clip rule says it clipped; ``approx_kl``, the k3 estimate of KL(old policy, policy); ``kl`` as it is
+    trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
-    out: dict[str, Metric] = {}
+    assert batch.old_log_probs is not None
+    out = {"approx_kl": _mean(k3(batch.old_log_probs, batch.log_probs), batch.mask)}
     if batch.entropies is not None:
         out["entropy"] = _mean(batch.entropies, batch.mask)
     clipped = {"low": clip.low, "high": clip.high, "dual": clip.dual}
@@ -70,7 +94,18 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
             out[f"clip_ratio/{name}_{reduce}"] = _extreme(clipped[name], batch.mask, reduce)
     if x["kl"] is not None:
         out |= _kl(x, batch.mask)
-    return out | {name: _mean(term, batch.mask) for name, term in terms.items()}
+    return out | _value_clips(x, batch) | {name: _mean(term, batch.mask) for name, term in terms.items()}
+
+
+def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
+    """Share of the tokens where the clip of a value loss takes the gradient away."""
+    for bound, _ in x.outputs:
+        if bound.slot == "regularizer" and {"values", "old_values", "returns"} <= set(bound.info.inputs):
+            clip = bound.parameters.get("clip")
+            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=clip)
+            mask = batch.mask if batch.scored is None else batch.mask & batch.scored[:, None]
+            return {"clip_ratio/value": _mean(where.float(), mask)}
+    return {}
 
 
 def _kl(x: Workspace, mask: Tensor) -> dict[str, Metric]:

@@ -145,7 +145,7 @@ class Recipe:
             keep=x["keep"],
             rewards=x["rewards"],
             next_kl_coef=self._next_kl_coef(x, kl_coef),
-            metrics=metrics.of_rollout(x, rollout),
+            metrics=metrics.of_rollout(x, rollout, estimate.returns),
             states=x.states,
         )
 
@@ -156,6 +156,7 @@ class Recipe:
         kl_coef: float | None = None,
         states: States | None = None,
         gather: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        critic_only: bool = False,
     ) -> LossResult:
         """Compute this micro-batch's share of the loss of its optimizer step.
 
@@ -164,6 +165,7 @@ class Recipe:
             kl_coef: The KL coefficient in force; the variant's own when left out.
             states: The components' states.
             gather: Concatenates a tensor over all ranks along its first dimension.
+            critic_only: Whether the critic alone learns, as while it warms up: the loss is its terms only.
 
         Returns:
             The loss, metrics and new states.
@@ -187,8 +189,12 @@ class Recipe:
             x["per_token_loss"] = x.call(self.kl.placement)
 
         loss: Tensor = x.call(self.loss_aggregator)
+        if critic_only:
+            loss = torch.zeros_like(loss)
         terms = {term.name: x.call(term) for term in self.regularizers}
         for term in self.regularizers:
+            if critic_only and not term.info.needs("values"):
+                continue
             share = masked_sum(terms[term.name], batch.mask) / max(batch.totals.tokens, 1)
             loss = loss + term.parameters["coef"] * share
 

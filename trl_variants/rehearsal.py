@@ -29,7 +29,13 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
         recipe: What to run.
         max_length: The length limit of a completion, where it is known.
     """
-    recipe.advantages(_rollout(max(2, recipe.min_generations), max_length))
+    estimate = recipe.advantages(_rollout(max(2, recipe.min_generations), max_length))
+    if estimate.returns is None and recipe.needs("returns"):
+        reader = next(bound for bound in recipe.components if bound.info.needs("returns"))
+        raise VariantError(
+            f"{reader.slot} '{reader.name}' needs returns, and advantage_estimator "
+            f"'{recipe.advantage_estimator.name}' makes none. Let it return Advantages(advantages, returns)."
+        )
     batch = _batch()
     recipe.loss(batch)
     clip = Workspace(batch.tensors())
@@ -109,4 +115,5 @@ def _batch() -> Batch:
         old_values=torch.zeros(2, _TOKENS),
         returns=torch.ones(2, _TOKENS),
         rewards=torch.ones(2),
+        scored=torch.ones(2, dtype=torch.bool),
     )

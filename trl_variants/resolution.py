@@ -23,7 +23,7 @@ __all__ = ["apply_overrides", "flatten", "is_off", "resolve"]
 
 #: Slots that a variant and its overrides name directly; the three KL slots are named inside ``kl``.
 VARIANT_SLOTS = tuple(name for name in SLOTS if not name.startswith("kl_"))
-SETTINGS = ("critic", "sampling")
+SETTINGS = ("critic", "reshuffle", "sampling")
 OVERRIDES = (*VARIANT_SLOTS, "kl", *SETTINGS)
 KL_KEYS = tuple(f.name for f in fields(KL))
 
@@ -89,7 +89,13 @@ def flatten(variant: str | Variant, registry: Registry) -> Variant:
         seen.append(parent.name)
         flat = flat.over(parent)
     defaults: dict[str, Any] = {slot: () for slot in VARIANT_SLOTS if SLOTS[slot].many}
-    defaults |= {"token_weight": "rollout_correction", "kl": None, "critic": None, "sampling": "mask"}
+    defaults |= {
+        "token_weight": "rollout_correction",
+        "kl": None,
+        "critic": None,
+        "reshuffle": False,
+        "sampling": "mask",
+    }
     defaults |= {"num_generations": None, "num_iterations": 1, "max_updates_per_rollout": None}
     return replace(flat, **{name: value for name, value in defaults.items() if getattr(flat, name) is INHERIT})
 
@@ -118,6 +124,8 @@ def apply_overrides(variant: Variant, overrides: Mapping[str, Any]) -> Variant:
             )
         if key == "kl":
             changes[key] = _override_kl(variant, value)
+        elif key == "reshuffle":
+            changes[key] = False if is_off(value) else value
         elif key in SETTINGS:
             changes[key] = None if is_off(value) else value
         else:
@@ -258,18 +266,33 @@ def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
 # -- checks across slots ---------------------------------------------------------------------
 
 
+def _check_critic(recipe: Recipe) -> None:
+    """Whoever reads values needs a critic, and a critic an estimator that reads its values."""
+    variant = recipe.variant
+    if variant.critic is None:
+        for bound in recipe.components:
+            for name in ("values", "old_values", "returns"):
+                if bound.info.needs(name):
+                    raise VariantError(
+                        f"{bound.slot} '{bound.name}' needs {name}, and variant '{variant.name}' has no critic."
+                    )
+        return
+    if not recipe.advantage_estimator.info.needs("values"):
+        raise VariantError(
+            f"variant '{variant.name}' has a critic, and advantage_estimator '{recipe.advantage_estimator.name}' does "
+            "not read its values. Use advantage_estimator: gae, or critic: none and no value_loss."
+        )
+
+
 def _check_across(recipe: Recipe) -> None:
     variant = recipe.variant
     if variant.critic not in (None, "separate", "shared"):
         raise VariantError(f"critic must be 'separate', 'shared' or none, not {variant.critic!r}.")
+    if not isinstance(variant.reshuffle, bool):
+        raise VariantError(f"reshuffle must be true or false, not {variant.reshuffle!r}.")
     if variant.sampling != "mask":
         raise VariantError(f"sampling must be 'mask', not {variant.sampling!r}; resampling is not in this release.")
-    for bound in recipe.components:
-        if variant.critic is None and any(bound.info.needs(n) for n in ("values", "old_values", "returns")):
-            need = next(n for n in ("values", "old_values", "returns") if bound.info.needs(n))
-            raise VariantError(f"{bound.slot} '{bound.name}' needs {need}, and variant '{variant.name}' has no critic.")
-    if variant.critic and not recipe.needs("values"):
-        raise VariantError(f"variant '{variant.name}' has a critic, and no component reads its values.")
+    _check_critic(recipe)
     kl = recipe.kl
     weighted = bool(kl and kl.placement.parameters.get("weighted"))
     if kl and kl.estimator.name == "k1" and not kl.in_reward and not weighted:

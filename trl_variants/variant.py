@@ -75,7 +75,8 @@ class Variant:
         num_generations: Completions per prompt that the variant proposes; the user wins.
         num_iterations: Epochs over each rollout that the variant proposes; the user wins.
         max_updates_per_rollout: Most optimizer steps that one rollout may be used for; more is refused.
-        critic: ``"separate"``, ``"shared"`` or None.
+        critic: ``"separate"`` (a model of its own), ``"shared"`` (a head on the policy's backbone) or None.
+        reshuffle: Whether each epoch over a rollout shuffles its rows into other mini-batches.
         sampling: ``"mask"`` drops the rows that a sample filter rejects.
     """
 
@@ -97,6 +98,7 @@ class Variant:
     num_iterations: int | None = INHERIT
     max_updates_per_rollout: int | None = INHERIT
     critic: Literal["separate", "shared"] | None = INHERIT
+    reshuffle: bool = INHERIT
     sampling: Literal["mask"] = INHERIT
 
     def over(self, parent: Variant) -> Variant:

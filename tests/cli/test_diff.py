@@ -26,7 +26,7 @@ def test_diff_shows_only_what_differs() -> None:
     ]
     assert " ".join(text.split()).endswith(
         "The same: advantage_estimator, advantage_normalizer, importance_ratio, token_weight, regularizer, "
-        "num_generations, num_iterations, max_updates_per_rollout, critic, sampling, least generations."
+        "num_generations, num_iterations, max_updates_per_rollout, critic, reshuffle, sampling, least generations."
     )
 
 

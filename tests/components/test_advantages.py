@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.components.common import checked, close, double, groups, tables
-from trl_variants import Variant, resolve, use
+from trl_variants import Variant, VariantError, resolve, use
 from trl_variants.components.advantages import gae, group_mean, leave_one_out, returns, reward_to_go
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_rollout
@@ -193,6 +193,36 @@ def test_gae_equals_the_sum_of_td_errors(table: dict, gamma: float, lam: float, 
     )
     close(result.advantages, advantages)
     close(result.returns, targets)
+
+
+def test_the_targets_may_have_a_lambda_of_their_own() -> None:  # pains E15
+    # Advantages with lambda 1/2 as above; targets with lambda 1 are the whole return, 1 for every token.
+    rewards, values = double([[0.0, 0.0, 1.0]]), double([[0.1, 0.2, 0.3]])
+    result = gae(rewards, values, torch.ones(1, 3), lam=0.5, lam_returns=1.0)
+    close(result.advantages, [[0.1 + 0.5 * (0.1 + 0.5 * 0.7), 0.1 + 0.5 * 0.7, 0.7]])
+    close(result.returns, [[1.0, 1.0, 1.0]])
+    close(gae(rewards, values, torch.ones(1, 3), lam=1.0, lam_returns=0.0).returns, [[0.2, 0.3, 1.0]])  # r + V_next
+    with pytest.raises(VariantError, match="gamma, lam and lam_returns must be between 0 and 1"):
+        estimate("gae", make_rollout([1.0], values=[[0.1]], lengths=[1]), lam_returns=1.5)
+
+
+@checked
+@given(tables("rewards", "values"), st.sampled_from([1.0, 0.95, 0.0]), st.sampled_from([1.0, 0.5]))
+def test_a_lambda_of_the_targets_is_a_second_run(table: dict, lam: float, lam_returns: float) -> None:
+    inputs = double(table["rewards"]), double(table["values"]), torch.tensor(table["mask"])
+    both = gae(*inputs, gamma=0.9, lam=lam, lam_returns=lam_returns)
+    close(both.advantages, gae(*inputs, gamma=0.9, lam=lam).advantages)
+    close(both.returns, gae(*inputs, gamma=0.9, lam=lam_returns).returns)
+
+
+@checked
+@given(tables("rewards", "values"), st.sampled_from([float("nan"), float("inf"), -1e30]))
+def test_what_stands_at_a_masked_place_changes_no_advantage(table: dict, junk: float) -> None:
+    mask = torch.tensor(table["mask"])
+    rewards, values = double(table["rewards"]), double(table["values"])
+    clean = gae(rewards, values, mask, lam=0.5)
+    spoilt = gae(rewards.masked_fill(~mask, junk), values.masked_fill(~mask, junk), mask, lam=0.5)
+    assert torch.equal(clean.advantages, spoilt.advantages) and torch.equal(clean.returns, spoilt.returns)
 
 
 def test_reward_to_go_costs_no_decay_over_a_masked_span() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.components.common import checked, close, double, numbers
 from trl_variants import Totals, Variant, VariantError, resolve, use
-from trl_variants.components.regularizers import adaptive_entropy, entropy_bonus, value_loss
+from trl_variants.components.regularizers import adaptive_entropy, entropy_bonus, value_clipped, value_loss
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch
 
@@ -203,6 +203,32 @@ def test_the_critic_learns_the_same_however_the_step_is_cut() -> None:  # pains 
     close(whole[mask], double([-0.5 / 10] * 10))  # (V - R) / tokens
     for cut in ([[0], [1], [2], [3]], [[0, 1], [2, 3]]):
         close(gradient(*cut), whole)
+
+
+def test_a_completion_without_a_reward_has_no_value_loss() -> None:
+    v, old, target = double([[1.0], [1.0]]), double([[0.0], [0.0]]), double([[2.0], [2.0]])
+    close(value_loss(v, old, target, torch.tensor([True, False])), [[1.62], [0.0]])
+    critic = {"values": v.clone().requires_grad_(), "old_values": v, "returns": target}
+    ppo = Variant(
+        name="x", extends="grpo", advantage_estimator="gae", regularizer="value_loss", kl=None, critic="separate"
+    )
+    batch = make_batch(advantages=[0.0, 0.0], scored=torch.tensor([True, False]), **critic)
+    resolve(ppo, registry=REGISTRY).loss(batch).loss.backward()
+    close(critic["values"].grad, [[-0.5], [0.0]])  # (V - R) / 2 tokens of the step
+
+
+@checked
+@given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=6), st.sampled_from([None, 0.25, 1.5]))
+def test_the_value_clip_counts_where_the_gradient_is_gone(rows: list[tuple], clip: float | None) -> None:
+    v, old, target = (double([list(column)]) for column in zip(*rows, strict=True))
+    v.requires_grad_()
+    clipped = value_clipped(v.detach(), old, target, clip=clip)
+    value_loss(v, old, target, clip=clip).sum().backward()
+    assert not v.grad[clipped].any()
+    moving = ~clipped & (v.detach() != target)
+    if clip is not None:  # at the edges of the clip both squares are the same, and the gradient is shared
+        moving &= ((v.detach() - old).abs() - clip).abs() > 1e-9
+    assert v.grad[moving].all()
 
 
 def test_a_value_clip_of_nothing_is_refused() -> None:

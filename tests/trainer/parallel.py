@@ -76,6 +76,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "steered_reward": ("reinforce_pp", {"overrides": {"kl": {"coef": 0.3, "controller": ADAPTIVE}}}),
     "sequence_kl": ("trl_rloo", {"num_iterations": 2, "overrides": {"kl": {"coef": 0.3}}}),
+    "ppo": ("ppo", {"num_generations": 1, "rows": 8, "num_iterations": 3, "critic_max_grad_norm": 0.02}),
+    "ppo_shared": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 3}),
+    "ppo_tools": ("ppo", {"fields": {"env_mask": env_mask}, "num_iterations": 2}),
+    "warm_up": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 2, "critic_warmup_steps": 2}),
+    "target_kl": ("ppo", {"num_iterations": 3, "target_kl": 1e-5}),
     "truncated": ("trl_grpo", {"overrides": {"sample_filter": "truncated"}, "max_completion_length": 12}),
 }
 
@@ -104,7 +109,9 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         "processes": trainer.accelerator.num_processes,
         "kind": str(trainer.accelerator.distributed_type),
         "gradients": trainer.gradients,
+        "critic_gradients": trainer.critic_gradients,
         "weights": runs.weights(trainer.model),
+        "critic": runs.weights(trainer.critic.model) if trainer.critic else torch.zeros(1),
         "logs": [
             {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch"))} for entry in trainer.logs
         ],
@@ -141,6 +148,12 @@ def resumed(folder: Path, rank: int) -> None:
     again = runs.build(folder / "whole", "grpo", **settings)
     again.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
     torch.save([runs.weights(whole.model), runs.weights(again.model)], folder / f"resumed-{rank}.pt")
+    settings |= {"num_generations": 1, "num_iterations": 1, "rows": 64, "critic_warmup_steps": 1}
+    whole = runs.trained(folder / "critic", "ppo", **settings)
+    again = runs.build(folder / "critic", "ppo", **settings)
+    again.train(resume_from_checkpoint=str(folder / "critic" / "checkpoint-2"))
+    both = [torch.cat([runs.weights(t.model), runs.weights(t.critic.model)]) for t in (whole, again)]
+    torch.save(both, folder / f"resumed-critic-{rank}.pt")
 
 
 if __name__ == "__main__":

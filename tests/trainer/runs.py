@@ -39,7 +39,7 @@ class Spy:
 
     def loss(self, batch: Any, **kwargs: Any) -> LossResult:
         result = self._recipe.loss(batch, **kwargs)
-        training = batch.log_probs.requires_grad
+        training = batch.log_probs.requires_grad or kwargs["critic_only"]
         (self.batches if training else self.evaluated).append((batch, result, kwargs))
         return result
 
@@ -50,8 +50,9 @@ class Watched(VariantTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spy = self.recipe = Spy(self.recipe)
-        self.gradients: list[Tensor] = []
+        self.gradients: list[Any] = []
         self.generated: list[dict[str, Any]] = []
+        self.critic_gradients: list[Any] = []
         self.generations_before_step: list[int] = []
         self.add_callback(_Recorder(self))
 
@@ -76,8 +77,15 @@ class _Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.trainer.generations_before_step.append(len(self.trainer.generated))
-        gradients = [p.grad for p in self.trainer.model.parameters() if p.requires_grad and p.grad is not None]
-        self.trainer.gradients.append(torch.cat([g.detach().flatten() for g in gradients]).clone())
+        self.trainer.gradients.append(_gradient(self.trainer.model))
+        if self.trainer.critic:
+            self.trainer.critic_gradients.append(_gradient(self.trainer.critic.model))
+
+
+def _gradient(model: torch.nn.Module) -> Tensor | None:
+    """All gradients of a model; None where it has none, as the policy while a critic warms up or after target_kl."""
+    found = [p.grad.detach().flatten() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    return torch.cat(found) if found else None
 
 
 def build(

@@ -96,12 +96,6 @@ def test_a_variant_and_components_may_be_the_objects_themselves(tmp_path: Any) -
 # -- copies and logs -----------------------------------------------------------------------------------------------
 
 
-def test_a_variant_with_a_critic_is_refused(tmp_path: Any) -> None:
-    assert refused(tmp_path, "reinforce", variant_overrides={"critic": "separate", "advantage_estimator": "gae"}) == (
-        "variant 'reinforce' has a critic; VariantTrainer trains none in this release."
-    )
-
-
 OBJECTS = {"clip_rule": use(cispo, epsilon_max=4.0), "kl": KL("k2", placement="loss", coef=0.1)}
 CONFIGS = {
     "names": ("dapo", {"clip_rule": {"epsilon_high": 0.3}}),

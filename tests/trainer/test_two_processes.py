@@ -78,11 +78,15 @@ def test_two_processes_give_the_numbers_of_one(runs_of: tuple[Any, Any, Any]) ->
     if alone["mask"].shape[1] == 12 and widths[0] != widths[1]:
         assert widths == [3, 12] and tokens[1] > 3 * tokens[0]
     # Gradients, metrics and weights of every step.
-    assert len(alone["gradients"]) == 3 and max(float(g.norm()) for g in alone["gradients"]) > 0
+    assert len(alone["gradients"]) == 3 and max(float(g.norm()) for g in alone["gradients"] if g is not None) > 0
     for mine in (first, second):
-        for a, b in zip(alone["gradients"], mine["gradients"], strict=True):
-            assert_close(a, b)
+        for kind in ("gradients", "critic_gradients"):
+            for a, b in zip(alone[kind], mine[kind], strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert_close(a, b)
         assert_close(alone["weights"], mine["weights"])
+        assert_close(alone["critic"], mine["critic"])
         assert mine["kl_coef"] == pytest.approx(alone["kl_coef"], rel=1e-6)
         assert mine["states"].keys() == alone["states"].keys()
         for key, state in alone["states"].items():
@@ -114,5 +118,14 @@ def test_the_cases_put_unequal_tokens_and_split_groups_on_the_ranks(launched: Pa
 
 def test_a_run_of_two_processes_goes_on_exactly(launched: Path) -> None:
     for rank in (0, 1):
-        whole, again = torch.load(launched / f"resumed-{rank}.pt")
-        assert torch.equal(whole, again)
+        for name in ("resumed", "resumed-critic"):
+            whole, again = torch.load(launched / f"{name}-{rank}.pt")
+            assert torch.equal(whole, again)
+
+
+def test_the_cases_warm_up_and_stop(launched: Path) -> None:
+    steps = {name: torch.load(launched / f"{name}-1.pt", weights_only=False) for name in ("warm_up", "target_kl")}
+    none = {name: [gradient is None for gradient in step["gradients"]] for name, step in steps.items()}
+    assert none == {"warm_up": [True, True, False], "target_kl": [False, False, True]}
+    assert [g is None for g in steps["warm_up"]["critic_gradients"]] == [False, False, False]
+    assert [g is None for g in steps["target_kl"]["critic_gradients"]] == [False, False, True]

@@ -142,20 +142,17 @@ def reward_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
         >>> reward_to_go(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    rewards, mask = select(token_rewards, mask), mask.bool()
-    carry = torch.zeros_like(rewards[:, 0])
-    out = torch.zeros_like(rewards)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        carry = torch.where(mask[:, t], rewards[:, t] + gamma * carry, carry)
-        out[:, t] = carry
-    return select(out, mask)
+    return _discounted_sum(select(token_rewards, mask), mask.bool(), gamma)
 
 
 @component(
     paper="https://arxiv.org/abs/1506.02438",
     formula=r"\hat A_{i,t} = \sum_l (\gamma \lambda)^l \delta_{i,t+l}, \quad "
     r"\delta_{i,t} = r_{i,t} + \gamma V_{i,t+1} - V_{i,t}, \quad \gamma = {gamma},\; \lambda = {lam}",
-    check=lambda p: (0 <= p.gamma <= 1 and 0 <= p.lam <= 1) or "gamma and lam must be between 0 and 1",
+    check=lambda p: (
+        all(0 <= x <= 1 for x in (p.gamma, p.lam, p.lam if p.lam_returns is None else p.lam_returns))
+        or "gamma, lam and lam_returns must be between 0 and 1"
+    ),
 )
 def gae(
     token_rewards: Tensor,
@@ -166,6 +163,7 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    lam_returns: float | None = None,
     bootstrap_truncated: bool = False,
 ) -> Advantages:
     """Generalized advantage estimation.
@@ -181,6 +179,8 @@ def gae(
         final_values: (N,) the value after the last token.
         gamma: The discount γ per policy token.
         lam: λ; 0 gives the TD errors, 1 gives return - V.
+        lam_returns: λ of the critic's targets Rₜ, where it is another one; 1 gives the whole return, which a value that
+            starts wrong cannot bend.
         bootstrap_truncated: Whether a cut completion bootstraps from ``final_values`` instead of 0.
 
     Returns:
@@ -191,6 +191,7 @@ def gae(
 
     References:
         Schulman et al., High-Dimensional Continuous Control Using GAE, https://arxiv.org/abs/1506.02438; document 001.
+        A λ of its own for the targets: Yuan et al., VC-PPO, https://arxiv.org/abs/2503.01491.
 
     Example:
         >>> result = gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.1, 0.2, 0.3]]), torch.ones(1, 3))
@@ -203,12 +204,21 @@ def gae(
         if truncated is None or final_values is None:
             raise ValueError("bootstrap_truncated needs truncated and final_values")
         next_value = select(final_values, truncated)
-    carry = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(v)
+    deltas = torch.zeros_like(v)
     for t in range(v.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + gamma * next_value - v[:, t]
-        carry = torch.where(mask[:, t], delta + gamma * lam * carry, carry)
+        deltas[:, t] = rewards[:, t] + gamma * next_value - v[:, t]
         next_value = torch.where(mask[:, t], v[:, t], next_value)
-        advantages[:, t] = carry
-    advantages = select(advantages, mask)
-    return Advantages(advantages=advantages, returns=select(advantages + v, mask))
+    deltas = select(deltas, mask)
+    advantages = _discounted_sum(deltas, mask, gamma * lam)
+    errors = advantages if lam_returns is None else _discounted_sum(deltas, mask, gamma * lam_returns)
+    return Advantages(advantages=advantages, returns=select(errors + v, mask))
+
+
+def _discounted_sum(terms: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """Sₜ = xₜ + discount Sₜ₊₁ over the positions of the mask; the others pass S on, and hold 0."""
+    carry = torch.zeros_like(terms[:, 0])
+    out = torch.zeros_like(terms)
+    for t in range(terms.shape[1] - 1, -1, -1):
+        carry = torch.where(mask[:, t], terms[:, t] + discount * carry, carry)
+        out[:, t] = carry
+    return select(out, mask)

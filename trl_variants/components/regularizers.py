@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.components.masked import masked_sum
+from trl_variants.components.masked import masked_sum, select
 from trl_variants.declaration import component
 
-__all__ = ["adaptive_entropy", "entropy_bonus", "value_loss"]
+__all__ = ["adaptive_entropy", "entropy_bonus", "value_clipped", "value_loss"]
 
 
 @component(paper="https://arxiv.org/abs/1602.01783", formula=r"-H_{i,t}")
@@ -103,7 +103,9 @@ def adaptive_entropy(
     formula=r"\tfrac{1}{2} \max\left( (V - R)^2, (\mathrm{clip}(V, V_{\text{old}} \pm {clip}) - R)^2 \right)",
     check=lambda p: p.clip is None or p.clip > 0 or "clip must be above 0, or null for no clipping",
 )
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> Tensor:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, scored: Tensor | None = None, *, clip: float | None = 0.2
+) -> Tensor:
     """The critic's regression to its targets, clipped around its old values.
 
     ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²): pessimistic, as the policy's clip is.
@@ -112,7 +114,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         values: (B, T) of the critic now, in reward units, with gradient.
         old_values: (B, T) of the critic at the rollout.
         returns: (B, T) targets R.
-        clip: The half-width c; None for no clipping.
+        scored: (B,) bool; a completion without any reward has no target, and 0 here.
+        clip: The half-width c, in reward units; None for no clipping.
 
     Returns:
         (B, T).
@@ -125,8 +128,34 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         >>> value_loss(torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[2.0]]))
         tensor([[1.6200]])
     """
-    error = (values - returns).square()
-    if clip is not None:
-        near = values.clamp(old_values - clip, old_values + clip)
-        error = torch.maximum(error, (near - returns).square())
-    return error / 2
+    plain, near = _value_errors(values, old_values, returns, clip)
+    loss = torch.maximum(plain, near) / 2
+    return loss if scored is None else select(loss, scored[:, None].expand_as(loss))
+
+
+def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> Tensor:
+    """Where the clip of `value_loss` takes the gradient away.
+
+    Args:
+        values: (B, T) of the critic now.
+        old_values: (B, T) of the critic at the rollout.
+        returns: (B, T) targets.
+        clip: The half-width; None for no clipping.
+
+    Returns:
+        (B, T) bool.
+
+    Example:
+        >>> value_clipped(torch.tensor([[1.0, 0.1]]), torch.zeros(1, 2), torch.tensor([[2.0, 2.0]]), clip=0.2)
+        tensor([[ True, False]])
+    """
+    plain, near = _value_errors(values, old_values, returns, clip)
+    return near > plain
+
+
+def _value_errors(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """The squared error of the value, and that of the value clipped."""
+    plain = (values - returns).square()
+    if clip is None:
+        return plain, plain
+    return plain, (values.clamp(old_values - clip, old_values + clip) - returns).square()

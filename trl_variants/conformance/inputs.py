@@ -102,6 +102,7 @@ class Case:
             "entropies": normal(self.rows, self.width).abs(),
             **{name: normal(self.rows, self.width) for name in ("values", "old_values", "returns")},
             "rewards": normal(self.rows),
+            "scored": torch.ones(self.rows, dtype=torch.bool),
             "totals": Totals.of(mask),
             "step": 1,
         }

@@ -53,8 +53,8 @@ TINY_PLAN = _Plan(
 )
 #: Five minutes.
 PRETRAINED_PLAN = _Plan(
-    steps=20,
-    learning_rate=1e-5,
+    steps=12,
+    learning_rate=2e-5,
     num_generations=8,
     batch=16,
     cpu=False,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from math import gcd
 from typing import Any
 
 from trl import GRPOConfig
@@ -17,6 +16,7 @@ from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
+from trl_variants.trainer.config_checks import check_engine, check_learning, check_schedule
 from trl_variants.variant import KL, Use, Variant
 
 __all__ = ["VariantConfig"]
@@ -62,6 +62,18 @@ class VariantConfig(GRPOConfig):
             Completions per prompt. Default: 8, or 1 where the variant's components can do with one.
         num_iterations (`int`, *optional*):
             Epochs over each rollout. Default: the variant's.
+        target_kl (`float`, *optional*):
+            Stop the updates of a rollout once KL(old policy, policy), estimated over a whole optimizer step, passes
+            this, in nats per token.
+        critic_model (`str`, *optional*):
+            Where a separate critic starts from: a folder or id of a model, or the `critic` folder of a checkpoint.
+            Default: the reward model where there is one, else the policy.
+        critic_learning_rate (`float`, *optional*):
+            Learning rate of the critic. Default: `learning_rate`. The schedule is the policy's.
+        critic_max_grad_norm (`float`, *optional*):
+            Largest gradient norm of the critic. Default: `max_grad_norm`.
+        critic_warmup_steps (`int`, *optional*):
+            First optimizer steps, in which the critic alone learns and the policy stays as it is. Default: 0.
 
     What the variant decides (`beta`, `loss_type`, `epsilon`, `scale_rewards`, ...) is refused here, with the override
     to use instead. Every other field is TRL's.
@@ -88,6 +100,20 @@ class VariantConfig(GRPOConfig):
     )
     num_iterations: int | None = field(
         default=None, metadata={"help": "Epochs over each rollout. Default: the variant's."}
+    )
+
+    # Of several updates per rollout, and of the critic.
+    target_kl: float | None = field(
+        default=None, metadata={"help": "Stop a rollout's updates once KL(old policy, policy) per token passes this."}
+    )
+    critic_model: str | None = field(
+        default=None,
+        metadata={"help": "Where a separate critic starts from. Default: the reward model, else the policy."},
+    )
+    critic_learning_rate: float | None = field(default=None, metadata={"help": "Default: learning_rate."})
+    critic_max_grad_norm: float | None = field(default=None, metadata={"help": "Default: max_grad_norm."})
+    critic_warmup_steps: int | None = field(
+        default=None, metadata={"help": "First optimizer steps, in which the critic alone learns. Default: 0."}
     )
 
     # The variant alone.
@@ -134,18 +160,16 @@ class VariantConfig(GRPOConfig):
         if isinstance(self.variant_overrides, str):
             self.variant_overrides = _parse_mapping(self.variant_overrides)
         self._recipe = self._resolve()
-        if self._recipe.variant.critic:
-            raise VariantError(
-                f"variant '{self._recipe.variant.name}' has a critic; VariantTrainer trains none in this release."
-            )
         if self.num_iterations is None:
             self.num_iterations = self._recipe.variant.num_iterations or 1
         if self.num_generations is None:
             proposed = self._recipe.variant.num_generations
             self.num_generations = proposed or (_DEFAULT_GENERATIONS if self._recipe.min_generations > 1 else 1)
+        check_engine(self)
         with self._generations_unchecked():
             super().__post_init__()
-        self._check_schedule()
+        check_schedule(self)
+        check_learning(self)
         rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property
@@ -154,6 +178,11 @@ class VariantConfig(GRPOConfig):
         if "_recipe" not in self.__dict__:  # pickling leaves it out
             self._recipe = self._resolve()
         return self._recipe
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on each rollout: mini-batches times epochs."""
+        return int(self.num_iterations * self.steps_per_generation // self.gradient_accumulation_steps)
 
     def _resolve(self) -> Recipe:
         return resolve(self.variant, self.variant_overrides, load_registry(extra=self.variant_plugins or ()))
@@ -176,57 +205,6 @@ class VariantConfig(GRPOConfig):
             yield
         finally:
             self.num_generations, self.num_generations_eval = generations, generations_eval
-
-    def _check_schedule(self) -> None:
-        """Check how completions, generations and optimizer steps divide into one another."""
-        generations, steps, accumulation = (
-            self.num_generations,
-            self.steps_per_generation,
-            self.gradient_accumulation_steps,
-        )
-        if generations < 1 or self.num_iterations < 1:
-            raise VariantError(
-                f"num_generations ({generations}) and num_iterations ({self.num_iterations}) must be at least 1."
-            )
-        self._recipe.check_generations(generations)
-        batch, processes = self.generation_batch_size, self.world_size
-        per_device = self.per_device_train_batch_size
-        product = f"per_device_train_batch_size {per_device} x {processes} process(es) x steps_per_generation {steps}"
-        if batch % generations:
-            unit = generations // gcd(generations, processes * steps)
-            lower, upper = per_device // unit * unit, -(-per_device // unit) * unit
-            fitting = [n for n in range(max(2, self._recipe.min_generations), batch + 1) if batch % n == 0]
-            nearest = sorted(fitting, key=lambda n: abs(n - generations))[:2]
-            raise VariantError(
-                f"A rollout is {product} = {batch} completions, which are no whole number of groups of "
-                f"num_generations {generations}. Nearest that fit: per_device_train_batch_size "
-                f"{_either(lower, upper)}" + (f", or num_generations {_either(*sorted(nearest))}." if nearest else ".")
-            )
-        eval_generations = self.num_generations_eval or generations
-        if eval_generations < 1:
-            raise VariantError(f"num_generations_eval ({eval_generations}) must be at least 1.")
-        if self.eval_strategy != "no" and (self.per_device_eval_batch_size * processes) % eval_generations:
-            raise VariantError(
-                f"An evaluation batch is per_device_eval_batch_size {self.per_device_eval_batch_size} x {processes} "
-                f"process(es), which is no whole number of groups of num_generations_eval {eval_generations}. Set "
-                f"num_generations_eval: 1, or make per_device_eval_batch_size a multiple of "
-                f"{eval_generations // gcd(eval_generations, processes)}."
-            )
-        if steps % accumulation:
-            lower, upper = steps // accumulation * accumulation, -(-steps // accumulation) * accumulation
-            raise VariantError(
-                f"steps_per_generation ({steps}) must be a multiple of gradient_accumulation_steps ({accumulation}): "
-                "otherwise an optimizer step would span two rollouts. Nearest that fit: steps_per_generation "
-                f"{_either(lower, upper)}."
-            )
-        updates, most = self.num_iterations * steps // accumulation, self._recipe.variant.max_updates_per_rollout
-        if most is not None and updates > most:
-            raise VariantError(
-                f"variant '{self._recipe.variant.name}' allows {most} update(s) per rollout: it does not correct for a "
-                f"policy that has moved on. num_iterations {self.num_iterations} x steps_per_generation {steps} / "
-                f"gradient_accumulation_steps {accumulation} makes {updates}. Set num_iterations: 1 and "
-                f"steps_per_generation: {accumulation}, or use a variant with a clip rule."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for logging: those that the variant decides are None, so that no log shows what is not used."""
@@ -270,10 +248,6 @@ def _refusal(name: str, override: str) -> str:
     if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
         return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
     return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
-
-
-def _either(*values: int) -> str:
-    return " or ".join(str(value) for value in dict.fromkeys(values) if value > 0)
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:

@@ -1,21 +1,20 @@
-"""Rewards as TRL computes them, and the `Rollout` that a recipe takes."""
+"""What comes into a rollout from outside: rewards, stop tokens, and an engine's log-probs; each checked."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor, nn
+from torch import nn
 from trl.trainer.utils import is_async_callable
 
-from trl_variants.data import Rollout
 from trl_variants.errors import VariantError
 
-__all__ = ["build_rollout", "check_engine", "checked_reward", "loss_mask", "stop_tokens"]
+__all__ = ["check_engine", "checked_reward", "stop_tokens"]
 
 logger = get_logger(__name__)
 
@@ -96,66 +95,3 @@ def check_engine(trainer: Any) -> None:
             f"The vLLM server runs with --logprobs-mode {mode}, which biases what is computed from its log-probs. "
             "Restart it with --logprobs-mode processed_logprobs, or set variant_overrides: {token_weight: none}."
         )
-
-
-def build_rollout(
-    output: dict[str, Any],
-    rewards_per_func: Tensor,
-    *,
-    reward_weights: Tensor,
-    reward_names: list[str],
-    stop_ids: list[int],
-    pad_id: int,
-    generations: int,
-    max_length: int,
-    gather: Callable[[Tensor], Tensor],
-) -> Rollout:
-    """Build the `Rollout` of all processes from what TRL generated on this one.
-
-    Args:
-        output: TRL's generation batch of this process.
-        rewards_per_func: (N, F) of all processes, NaN where a function returned None.
-        reward_weights: (F,).
-        reward_names: The F names.
-        stop_ids: Every token that ends a completion.
-        pad_id: The padding token, which also counts as an end for TRL's ``clipped_ratio``.
-        generations: Completions per prompt.
-        max_length: The length limit.
-        gather: Collects rows of all processes, padding them to one width.
-    """
-    completion_mask = output["completion_mask"].bool()
-    lengths = completion_mask.sum(1)
-    last = output["completion_ids"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-    has_eos = torch.isin(last, torch.tensor(stop_ids, device=last.device)) & (lengths > 0)
-    weights = reward_weights.to(rewards_per_func)
-    rows = len(rewards_per_func)
-    tensors = {
-        field: gather(output[key])
-        for field, key in (
-            ("log_probs", "rollout_log_probs"),
-            ("ref_log_probs", "ref_per_token_logps"),
-            ("sampling_log_probs", "sampling_per_token_logps"),
-        )
-        if key in output
-    }
-    return Rollout(
-        rewards=(rewards_per_func * weights).nansum(1),
-        scored=~rewards_per_func.isnan().all(1),
-        rewards_per_func=rewards_per_func,
-        reward_weights=weights,
-        reward_names=tuple(reward_names),
-        # TRL lays completions of a prompt side by side, over the processes in order.
-        group_ids=torch.arange(rows, device=rewards_per_func.device) // generations,
-        mask=gather(loss_mask(output)),
-        lengths=gather(lengths),
-        truncated=gather(~has_eos & (last != pad_id)),
-        has_eos=gather(has_eos),
-        max_length=max_length,
-        **tensors,
-    )
-
-
-def loss_mask(output: dict[str, Any]) -> Tensor:
-    """(·, T) bool: tokens of the policy; neither padding nor what a tool or environment wrote."""
-    mask = output["completion_mask"].bool()
-    return mask & output["tool_mask"].bool() if "tool_mask" in output else mask

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,22 +20,22 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
-from trl_variants.components.masked import masked_mean
-from trl_variants.data import Batch, Totals
+from trl_variants.data import Batch
 from trl_variants.describe import recipe_dict
 from trl_variants.errors import VariantError
-from trl_variants.trainer.batch import gather_rows, local_rows, step_totals
+from trl_variants.trainer.checkpoint import load_state, save_state
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
+from trl_variants.trainer.critic import Critic, StepCritic
+from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.reference import Reference
-from trl_variants.trainer.scoring import build_rollout, check_engine, checked_reward, loss_mask, stop_tokens
+from trl_variants.trainer.rollout import finish_rollout
+from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
 
 __all__ = ["VariantTrainer"]
 
 logger = get_logger(__name__)
-
-_STATE_FILE = "variant_state.pt"
 
 
 class VariantTrainer(GRPOTrainer):
@@ -74,6 +74,7 @@ class VariantTrainer(GRPOTrainer):
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        critic_model: Any = None,
     ) -> None:
         if args is None:
             name = (model if isinstance(model, str) else get_config_model_id(model.config)).split("/")[-1]
@@ -107,12 +108,14 @@ class VariantTrainer(GRPOTrainer):
         ]
         # TRL cuts completions after, and counts as terminated with, the model's own stop tokens only.
         self.eos_token_ids = stop_tokens(self.eos_token_ids, args.generation_kwargs)
+        self.critic = self._make_critic(critic_model, peft_config)
         self.reference = Reference(self, peft_config) if self.recipe.needs_reference else None
         self.ref_model = self.reference.model if self.reference else None
         check_engine(self)
         # The coefficient in force, and the one from the next rollout on.
         self.kl_coef = self._next_kl_coef = self.recipe.kl_coef()
         self._states: dict[str, dict[str, Any]] = {}
+        self._phase = LearningPhase(self)
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +129,29 @@ class VariantTrainer(GRPOTrainer):
         logger.info("variant %s: %s", self.recipe.variant.name, json.dumps(resolved))
         return super().train(*args, **kwargs)
 
+    def _make_critic(self, critic_model: Any, peft_config: Any) -> Critic | None:
+        kind = self.recipe.variant.critic
+        if critic_model is not None and kind != "separate":
+            raise VariantError(f"critic_model is given, and the critic of this variant is {kind or 'none'}.")
+        if critic_model is not None and self.args.critic_model is not None:
+            raise VariantError("critic_model is given twice, to the trainer and in its config.")
+        if kind is None:
+            return None
+        self.add_callback(StepCritic(self))
+        return Critic(self, self.args.critic_model if critic_model is None else critic_model, peft_config)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the policy's optimizer, and the critic's."""
+        if self.critic:
+            self.critic.create_optimizer()
+        return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Create the policy's schedule, and the critic's."""
+        if self.critic:
+            self.critic.create_scheduler(num_training_steps)
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
+
     # -- rollout phase ----------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -135,9 +161,12 @@ class VariantTrainer(GRPOTrainer):
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
         period = self.args.steps_per_generation * self.num_iterations
         fresh = training and (self._step % period == 0 or self._buffered_inputs is None)
+        if training and not fresh and self._step % self.args.steps_per_generation == 0:
+            self._phase.begin_epoch()
         inputs = super()._prepare_inputs(generation_batch)
         if fresh:
-            self._begin_learning()
+            self._phase = LearningPhase(self)
+            self._phase.begin()
         return inputs
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -162,92 +191,58 @@ class VariantTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
-        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
-        if self.reference:
-            with self.reference.scored() as model:
-                output["ref_per_token_logps"] = self._score(model, output, size)
-        if self.recipe.needs_rollout_log_probs:
-            output["rollout_log_probs"] = self._score(self.model, output, size)
-
-        if mode == "train":
-            self.kl_coef = self._next_kl_coef
-        rollout = build_rollout(
-            output,
-            self._rewards_per_func,
-            reward_weights=self.reward_weights,
-            reward_names=self.reward_func_names,
-            stop_ids=self.eos_token_ids,
-            pad_id=self._tokenizer.pad_token_id,
-            generations=generations,
-            max_length=self.max_completion_length,
-            gather=partial(gather_rows, accelerator=self.accelerator),
-        )
-        result = self.recipe.advantages(rollout, kl_coef=self.kl_coef, states=self._states)
-        if mode == "train":  # evaluation changes no state
-            self._states = dict(result.states)
-            self._next_kl_coef = self.kl_coef if result.next_kl_coef is None else result.next_kl_coef
-        self._log_rollout(mode, result, rollout.mask)
-
-        own = loss_mask(output)
-        for name in ("advantages", "rewards"):
-            output[name] = local_rows(getattr(result, name), own, self.accelerator)
-        if mode == "train":  # filters say what is trained on; an evaluation measures all
-            own = own & local_rows(result.keep, own, self.accelerator)[:, None]
-        output["loss_mask"] = own
-        return output
-
-    def _begin_learning(self) -> None:
-        """Prepare the micro-batches of a new rollout: the totals of each optimizer step, and old log-probs.
-
-        The first optimizer step needs none: the policy has not moved, so the current log-probs, detached, are the old
-        ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits).
-        """
-        size = self.args.gradient_accumulation_steps
-        steps = [self._buffered_inputs[i : i + size] for i in range(0, len(self._buffered_inputs), size)]
-        first = self._step // size % len(steps)
-        for index, (batches, totals) in enumerate(zip(steps, self._totals(steps), strict=True)):
-            for batch in batches:
-                batch["totals"] = totals
-                if index != first:
-                    batch["old_per_token_logps"] = batch.get("rollout_log_probs")
-                    if batch["old_per_token_logps"] is None:
-                        batch["old_per_token_logps"] = self._score(self.model, batch, len(batch["loss_mask"]))
-
-    def _totals(self, steps: list[list[dict[str, Any]]]) -> list[Totals]:
-        return step_totals(steps, self.max_completion_length, self.accelerator)
+        return finish_rollout(self, output, mode, generations)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
-        log_probs, entropies, aux_loss = self._forward(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        if mode == "train" and self._phase.stopped:
+            if self.accelerator.sync_gradients:
+                self._log_metrics(mode, self._phase.end_step(None))
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)  # no forward, no gradient
+        warming = mode == "train" and self.state.global_step < (self.args.critic_warmup_steps or 0)
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and not warming),
+            self.critic.watching(inputs) if self.critic else nullcontext([]) as states,
+        ):
+            log_probs, entropies, aux_loss = self._forward(
+                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
         batch = Batch(
             log_probs=log_probs,
             entropies=entropies,
             mask=inputs["loss_mask"],
             advantages=inputs["advantages"],
-            totals=inputs["totals"] if "totals" in inputs else self._totals([[inputs]])[0],
+            totals=inputs["totals"] if "totals" in inputs else self._phase.totals([[inputs]])[0],
             old_log_probs=inputs.get("old_per_token_logps"),
             ref_log_probs=inputs.get("ref_per_token_logps"),
             sampling_log_probs=inputs.get("sampling_per_token_logps"),
+            values=self.critic.values(inputs, states) if self.critic else None,
+            old_values=inputs.get("old_values"),
+            returns=inputs.get("returns"),
             rewards=inputs["rewards"],
+            scored=inputs["scored"],
             step=self.state.global_step,
         )
-        if mode == "train" and self.num_iterations > 1:
+        if mode == "train" and self.args.updates_per_rollout > 1:
             inputs["old_per_token_logps"] = batch.old_log_probs  # for the later epochs over this rollout
-        result = self.recipe.loss(batch, kl_coef=self.kl_coef, states=self._states, gather=self.accelerator.gather)
+        result = self.recipe.loss(
+            batch, kl_coef=self.kl_coef, states=self._states, gather=self.accelerator.gather, critic_only=warming
+        )
         if mode == "train":
             self._states = dict(result.states)
         loss = result.loss * self.accelerator.num_processes  # DDP averages gradients; the shares are to be summed
-        if self.aux_loss_enabled:
+        if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * aux_loss / window
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         self._monitors[mode].add(result.metrics | sampling_metrics(batch, self.recipe))
-        if mode == "eval" or self.accelerator.sync_gradients:
+        if mode == "eval":
             self._log_metrics(mode, self._monitors[mode].flush())
+        elif self.accelerator.sync_gradients:
+            metrics = self._monitors[mode].flush()
+            self._log_metrics(mode, metrics | self._phase.end_step(metrics["approx_kl"]))
         return loss
 
     # -- forwards ---------------------------------------------------------------------------------------------------
@@ -281,39 +276,13 @@ class VariantTrainer(GRPOTrainer):
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
-    def _log_rollout(self, mode: str, result: Any, mask: Tensor) -> None:
-        """Log the rollout; where TRL logged advantages and groups of its own, ours replace them."""
-        metrics = {name: float(metric) for name, metric in result.metrics.items()}
-        self._metrics[mode]["frac_reward_zero_std"][-1] = metrics.pop("frac_reward_zero_std")
-        if self.recipe.kl:
-            metrics["kl_coef"] = self.kl_coef
-            if not self.recipe.kl.in_reward:  # the loss logs the KL that it trains; what steers a controller is apart
-                metrics = {f"rollout/{n}" if n in ("kl", "kl/k3") else n: value for n, value in metrics.items()}
-        self._log_metrics(mode, metrics)
-        advantages = result.advantages if result.advantages.dim() == 1 else masked_mean(result.advantages, mask, dim=1)
-        logged = self._logs["advantages"]
-        for _ in range(min(len(logged), len(advantages))):
-            logged.pop()
-        logged.extend(advantages.tolist())
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            state = {"kl_coef": self._next_kl_coef, "states": self._states, "recipe": str(recipe_dict(self.recipe))}
-            torch.save(state, os.path.join(self._get_output_dir(trial=trial), folder, _STATE_FILE))
+            save_state(self, os.path.join(self._get_output_dir(trial=trial), folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = os.path.join(checkpoint, _STATE_FILE) if checkpoint else ""
-        if os.path.exists(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            self.kl_coef = self._next_kl_coef = state["kl_coef"]
-            self._states = state["states"]
-            if state["recipe"] != str(recipe_dict(self.recipe)):
-                logger.warning(
-                    "%s was written by another variant, or by other versions; this run goes on with '%s'. Compare the "
-                    "variant.json of both.",
-                    checkpoint,
-                    self.recipe.variant.name,
-                )
+        if checkpoint:
+            load_state(self, checkpoint)

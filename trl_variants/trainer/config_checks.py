@@ -1,0 +1,155 @@
+"""Checks of a config across its fields: the schedule of rollouts and steps, repeated updates, the critic."""
+
+from __future__ import annotations
+
+import math
+import os
+from math import gcd
+from typing import TYPE_CHECKING
+
+from trl_variants.errors import VariantError
+
+if TYPE_CHECKING:
+    from trl_variants.trainer.config import VariantConfig
+
+__all__ = ["check_engine", "check_learning", "check_schedule"]
+
+_CRITIC = ("critic_model", "critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps")
+
+
+def check_schedule(config: VariantConfig) -> None:
+    """Check how completions, generations and optimizer steps divide into one another.
+
+    Raises:
+        VariantError: They do not; the message has the product, and the nearest values that fit.
+    """
+    generations, steps, accumulation = (
+        config.num_generations,
+        config.steps_per_generation,
+        config.gradient_accumulation_steps,
+    )
+    if generations < 1 or config.num_iterations < 1:
+        raise VariantError(
+            f"num_generations ({generations}) and num_iterations ({config.num_iterations}) must be at least 1."
+        )
+    config.recipe.check_generations(generations)
+    batch, processes = config.generation_batch_size, config.world_size
+    per_device = config.per_device_train_batch_size
+    product = f"per_device_train_batch_size {per_device} x {processes} process(es) x steps_per_generation {steps}"
+    if batch % generations:
+        unit = generations // gcd(generations, processes * steps)
+        lower, upper = per_device // unit * unit, -(-per_device // unit) * unit
+        fitting = [n for n in range(max(2, config.recipe.min_generations), batch + 1) if batch % n == 0]
+        nearest = sorted(fitting, key=lambda n: abs(n - generations))[:2]
+        raise VariantError(
+            f"A rollout is {product} = {batch} completions, which are no whole number of groups of "
+            f"num_generations {generations}. Nearest that fit: per_device_train_batch_size "
+            f"{_either(lower, upper)}" + (f", or num_generations {_either(*sorted(nearest))}." if nearest else ".")
+        )
+    eval_generations = config.num_generations_eval or generations
+    if eval_generations < 1:
+        raise VariantError(f"num_generations_eval ({eval_generations}) must be at least 1.")
+    if config.eval_strategy != "no" and (config.per_device_eval_batch_size * processes) % eval_generations:
+        raise VariantError(
+            f"An evaluation batch is per_device_eval_batch_size {config.per_device_eval_batch_size} x {processes} "
+            f"process(es), which is no whole number of groups of num_generations_eval {eval_generations}. Set "
+            f"num_generations_eval: 1, or make per_device_eval_batch_size a multiple of "
+            f"{eval_generations // gcd(eval_generations, processes)}."
+        )
+    if steps % accumulation:
+        lower, upper = steps // accumulation * accumulation, -(-steps // accumulation) * accumulation
+        raise VariantError(
+            f"steps_per_generation ({steps}) must be a multiple of gradient_accumulation_steps ({accumulation}): "
+            "otherwise an optimizer step would span two rollouts. Nearest that fit: steps_per_generation "
+            f"{_either(lower, upper)}."
+        )
+    updates, most = config.updates_per_rollout, config.recipe.variant.max_updates_per_rollout
+    if most is not None and updates > most:
+        raise VariantError(
+            f"variant '{config.recipe.variant.name}' allows {most} update(s) per rollout: it does not correct for a "
+            f"policy that has moved on. num_iterations {config.num_iterations} x steps_per_generation {steps} / "
+            f"gradient_accumulation_steps {accumulation} makes {updates}. Set num_iterations: 1 and "
+            f"steps_per_generation: {accumulation}, or use a variant with a clip rule."
+        )
+
+
+def check_learning(config: VariantConfig) -> None:
+    """Check the fields of the critic and ``target_kl``.
+
+    Raises:
+        VariantError: A value is out of range, has no effect, or does not go with the rest.
+    """
+    critic = config.recipe.variant.critic
+    if critic is None:
+        _refuse_critic_fields(config)
+    if critic == "shared" and config.critic_model is not None:
+        raise VariantError(
+            "critic_model is set, and a shared critic is a head on the policy's backbone. Use variant_overrides: "
+            "{critic: separate}, or leave critic_model out."
+        )
+    for name in ("critic_learning_rate", "target_kl"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise VariantError(f"{name} must be above 0, not {value}.")
+    for name in ("critic_max_grad_norm", "critic_warmup_steps"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise VariantError(f"{name} must be at least 0, not {value}.")
+    if config.target_kl is not None and config.updates_per_rollout == 1:
+        raise VariantError(
+            "target_kl is set, and there is one update per rollout, so there is none left to stop. Set num_iterations "
+            "to 2 or more, or steps_per_generation to a multiple of gradient_accumulation_steps, or leave it out."
+        )
+    if critic:
+        _check_critic(config)
+    if (critic or config.target_kl) and config.fp16:
+        raise VariantError(
+            "fp16 scales the loss, which goes wrong in steps without a gradient of the policy, as in a critic's "
+            "warm-up or after target_kl. Use bf16: true, or neither."
+        )
+
+
+def _refuse_critic_fields(config: VariantConfig) -> None:
+    unused = [name for name in _CRITIC if getattr(config, name) is not None]
+    if unused:
+        raise VariantError(
+            f"{', '.join(unused)} is set, and variant '{config.recipe.variant.name}' has no critic. Use variant: "
+            "ppo, or leave it out."
+        )
+
+
+def _check_critic(config: VariantConfig) -> None:
+    recipe, warmup = config.recipe, config.critic_warmup_steps or 0
+    if not any(bound.info.needs("values") for bound in recipe.regularizers):
+        raise VariantError(
+            f"variant '{recipe.variant.name}' has a critic, and no regularizer trains it. Add value_loss to "
+            "regularizer."
+        )
+    if warmup >= config.max_steps > 0:
+        raise VariantError(
+            f"critic_warmup_steps ({warmup}) leaves none of the {config.max_steps} steps (max_steps) for the policy."
+        )
+    if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise VariantError(
+            f"lr_scheduler_type {config.lr_scheduler_type.value} steps by a metric, and a critic has none. Use another."
+        )
+
+
+def check_engine(config: VariantConfig) -> None:
+    """Refuse sharded training with a critic or ``target_kl``, before TRL's own checks start the engine.
+
+    Raises:
+        VariantError: The config or the launcher asks for DeepSpeed or FSDP.
+    """
+    if not (config.recipe.variant.critic or config.target_kl):
+        return
+    for engine, asked in (("DeepSpeed", config.deepspeed), ("FSDP", config.fsdp)):
+        if asked or os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true":
+            raise VariantError(
+                f"{engine} is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
+                "--multi_gpu), or a variant without a critic."
+            )
+
+
+def _either(*values: int) -> str:
+    return " or ".join(str(value) for value in dict.fromkeys(values) if value > 0)

@@ -1,0 +1,229 @@
+"""The critic in training: its values, its optimizer, its checkpoints. It steps where the policy steps."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback, get_scheduler
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import disable_dropout_in_model
+
+from trl_variants.errors import VariantError
+from trl_variants.trainer.compat import VISION_INPUTS
+from trl_variants.trainer.critic_model import (
+    WEIGHTS,
+    ValueHead,
+    backbone_of,
+    build_separate,
+    captured_states,
+    hidden_size,
+)
+
+__all__ = ["Critic", "StepCritic"]
+
+_FOLDER = "critic"
+
+
+class Critic:
+    """Values of every token, and how they are learned.
+
+    A module of its own beside the policy, wrapped by accelerate like it, with its own optimizer, schedule and clipping:
+    a head outside of every wrapper would get other gradients on each rank, and one inside the policy would be exported
+    with it.
+
+    Args:
+        trainer: The trainer, whose policy and arguments are there.
+        critic_model: Where a separate critic starts from; see `build_separate`.
+        peft_config: The policy's.
+    """
+
+    def __init__(self, trainer: Any, critic_model: Any, peft_config: Any) -> None:
+        args = trainer.args
+        self._args = args
+        # The reentrant kind passes no gradient to adapters below frozen embeddings.
+        self._checkpointing = {**(args.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        self._accelerator = trainer.accelerator
+        self._trainer = trainer
+        self.shared = trainer.recipe.variant.critic == "shared"
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        self._backbone = backbone_of(policy)
+        if self.shared:
+            self.model: nn.Module = ValueHead(hidden_size(self._backbone))
+        else:
+            separate = build_separate(trainer, critic_model, peft_config)
+            if args.disable_dropout:
+                disable_dropout_in_model(separate)
+            if args.gradient_checkpointing:
+                separate.backbone.gradient_checkpointing_enable(self._checkpointing)  # type: ignore[operator]
+            self.model = separate
+        self._wrapped = trainer.accelerator.prepare_model(self.model)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def watching(self, inputs: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+        """Collect, while the context lasts, what a shared critic needs of the policy's forward."""
+        if not self.shared:
+            return nullcontext([])
+        return captured_states(self._backbone, inputs["completion_ids"].size(1))
+
+    def values(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+        """(B, T) values now, with gradient.
+
+        Args:
+            inputs: A micro-batch.
+            states: What `watching` collected.
+        """
+        self.model.train(self._trainer.model.training)
+        # Gradients of a step's earlier micro-batches stay local until its last one.
+        last = self._accelerator.sync_gradients or not self.model.training
+        with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
+            return self._forward(inputs, states)[:, :-1]
+
+    def score(self, inputs: dict[str, Any], states: list[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """(N, T) values and the (N,) value after the last token, without gradient and without dropout.
+
+        Args:
+            inputs: A rollout of this process.
+            states: What `watching` collected.
+            size: Rows of a forward.
+
+        Raises:
+            VariantError: The rows hold images, and the critic is separate.
+        """
+        if not self.shared and any(inputs.get(name) is not None for name in VISION_INPUTS):
+            raise VariantError("A separate critic reads text only. Use variant_overrides: {critic: shared}.")
+        self.model.eval()
+        rows = range(0, len(inputs["completion_ids"]), size)
+        with torch.no_grad(), self._no_checkpointing():
+            if self.shared:
+                values = self._forward(inputs, states)
+            else:
+                values = torch.cat([self._forward(_rows(inputs, i, i + size), []) for i in rows])
+        lengths = inputs["completion_mask"].sum(1)
+        return values[:, :-1], values.gather(1, lengths[:, None])[:, 0]
+
+    def _forward(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+        if self.shared:
+            shared: Tensor = self._wrapped(torch.cat(states))
+            return shared
+        values: Tensor = self._wrapped(
+            inputs["completion_ids"].size(1),
+            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        )
+        return values
+
+    def _no_checkpointing(self) -> AbstractContextManager[Any]:
+        if self.shared:
+            return nullcontext()
+        return disable_gradient_checkpointing(self.model.backbone, self._checkpointing)
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self) -> None:
+        """An optimizer of the policy's kind, with the critic's learning rate."""
+        if self._optimizer is not None:
+            return
+        args, trainer = self._args, self._trainer
+        cls, kwargs = trainer.get_optimizer_cls_and_kwargs(args, self.model)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or {"params", "model"} & set(kwargs):
+            raise VariantError(f"optim {args.optim} makes no second optimizer for the critic. Use optim: adamw_torch.")
+        decayed = set(trainer.get_decay_parameter_names(self.model))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+        self._optimizer = cls(groups, **{**kwargs, "lr": rate})
+
+    def create_scheduler(self, steps: int) -> None:
+        """A schedule of the policy's kind, over as many steps."""
+        assert self._optimizer is not None
+        self._scheduler = get_scheduler(
+            self._args.lr_scheduler_type,
+            optimizer=self._optimizer,
+            num_warmup_steps=self._args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=self._args.lr_scheduler_kwargs,
+        )
+
+    def step(self) -> dict[str, float]:
+        """Clip, step and forget the gradients; the schedule goes on also where there are none.
+
+        Returns:
+            Numbers to log.
+        """
+        assert self._optimizer is not None
+        metrics = {"critic/learning_rate": self._scheduler.get_last_lr()[0]}
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        if trained:
+            args = self._args
+            largest = args.max_grad_norm if args.critic_max_grad_norm is None else args.critic_max_grad_norm
+            # 0 is no clipping, as it is for the policy.
+            metrics["critic/grad_norm"] = float(nn.utils.clip_grad_norm_(trained, largest or float("inf")))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._scheduler.step()
+        return metrics
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: str, *, optimizer: bool) -> None:
+        """Write the trained weights, and the state of optimizer and schedule, into a folder of a checkpoint."""
+        folder = Path(checkpoint) / _FOLDER
+        folder.mkdir(exist_ok=True)
+        trained = {name: p.detach().contiguous() for name, p in self.model.named_parameters() if p.requires_grad}
+        save_file(trained, folder / WEIGHTS)
+        if not self.shared:
+            self.model.backbone.config.save_pretrained(folder)  # type: ignore[union-attr]
+            self._trainer._tokenizer.save_pretrained(folder)
+        if optimizer:
+            assert self._optimizer is not None
+            state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+            torch.save(state, folder / "optimizer.pt")
+
+    def load(self, checkpoint: str) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            VariantError: It has no critic, or another kind of critic.
+        """
+        folder = Path(checkpoint) / _FOLDER
+        if not (folder / WEIGHTS).is_file():
+            raise VariantError(f"{checkpoint} has no critic, so the run cannot go on from it with one.")
+        weights = load_file(folder / WEIGHTS)
+        expected = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if set(weights) != expected:
+            raise VariantError(
+                f"The critic in {checkpoint} is of another kind than this run's: it was written with other settings of "
+                "critic, critic_model or PEFT."
+            )
+        self.model.load_state_dict(weights, strict=False)
+        if (folder / "optimizer.pt").is_file() and self._optimizer is not None:
+            state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._scheduler.load_state_dict(state["scheduler"])
+
+
+class StepCritic(TrainerCallback):  # type: ignore[misc]
+    """Steps the critic where the policy's optimizer steps."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Step, and log."""
+        self._trainer._log_metrics("train", self._trainer.critic.step())
+
+
+def _rows(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    return {name: inputs[name][start:stop] for name in names}

@@ -1,0 +1,227 @@
+"""The critic's modules: a value per token from a model of its own, or from a head on the policy's backbone.
+
+V_t is read at the position that predicts token t: for a prompt of P tokens that is position P - 1 + t, whose state has
+seen the tokens before t and not t itself. So T completion tokens give T + 1 values; the last is the value after the
+last token, from which a completion that was cut may bootstrap.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from trl.trainer.utils import get_config_model_id
+
+from trl_variants.errors import VariantError
+
+__all__ = ["WEIGHTS", "SeparateCritic", "ValueHead", "backbone_of", "build_separate", "captured_states"]
+
+#: Models whose head gives values: reward models, and the value models of other trainers.
+_VALUED = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+#: The trained weights of a critic, in a folder of a checkpoint.
+WEIGHTS = "critic.safetensors"
+
+
+class ValueHead(nn.Module):
+    """V = w h + b, in float32 whatever the states' dtype is; a new head gives 0 everywhere."""
+
+    def __init__(self, hidden_size: int, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+        with torch.no_grad():
+            if weight is not None:
+                self.weight.copy_(weight)
+            if bias is not None:
+                self.bias.copy_(bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, T + 1, H) states to (B, T + 1) values."""
+        with torch.autocast(states.device.type, enabled=False):
+            return nn.functional.linear(states.float(), self.weight, self.bias)[..., 0]
+
+
+class SeparateCritic(nn.Module):
+    """A transformer of its own with a value head."""
+
+    def __init__(self, backbone: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, tokens: int, **inputs: Any) -> Tensor:
+        """(B, T + 1) values for completions of ``tokens`` tokens."""
+        states = self.backbone(**inputs, use_cache=False).last_hidden_state
+        values: Tensor = self.head(states[:, -tokens - 1 :])
+        return values
+
+
+def backbone_of(policy: Any) -> nn.Module:
+    """The transformer below the language-model head, with its adapters."""
+    model = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    backbone: nn.Module = model.base_model
+    return backbone
+
+
+def hidden_size(backbone: Any) -> int:
+    """H of a transformer."""
+    return int(backbone.config.get_text_config().hidden_size)
+
+
+@contextmanager
+def captured_states(backbone: nn.Module, tokens: int) -> Iterator[list[Tensor]]:
+    """Collect the (B, T + 1, H) last hidden states of every forward of the backbone, with their gradient.
+
+    A hook on the backbone as a whole fires once per forward, also under gradient checkpointing: that recomputes layers.
+    """
+    states: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        states.append(output.last_hidden_state[:, -tokens - 1 :])
+
+    handle = backbone.register_forward_hook(keep)
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+# -- where a separate critic starts from ----------------------------------------------------------------------------
+
+
+def build_separate(trainer: Any, critic_model: str | PreTrainedModel | None, peft_config: Any) -> SeparateCritic:
+    """Make the critic from ``critic_model``, else from the reward model, else from the policy.
+
+    Args:
+        trainer: Has the policy, the reward functions and the tokenizers.
+        critic_model: A model, a folder or an id; a classifier with one label keeps its head.
+        peft_config: The policy's; a critic from elsewhere gets adapters of the same kind.
+
+    Raises:
+        VariantError: The model has another tokenizer, sees later tokens or gives several numbers.
+    """
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    tokenizer = trainer._tokenizer
+    rewards = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+    reward_models = [(model, theirs) for model, theirs in rewards if isinstance(model, nn.Module)]
+    if isinstance(critic_model, str):
+        backbone, head = _from_path(critic_model, policy, trainer.args)
+        _require_same_tokenizer(tokenizer, _tokenizer_at(critic_model), f"critic_model {critic_model}")
+        where = f"critic_model {critic_model}"
+    elif critic_model is not None:
+        shared = any(critic_model is model for model in (policy, *(model for model, _ in reward_models)))
+        backbone, head = _parts(copy.deepcopy(critic_model) if shared else critic_model)
+        where = "critic_model"
+    elif reward_models:
+        model, theirs = reward_models[0]
+        where = f"the reward model {get_config_model_id(model.config) or type(model).__name__}"
+        _require_same_tokenizer(tokenizer, theirs, where)
+        backbone, head = _parts(copy.deepcopy(trainer.accelerator.unwrap_model(model)))
+    else:
+        backbone, head, where = copy.deepcopy(backbone_of(policy)), None, "the policy"
+    _check_backbone(backbone, len(tokenizer), where)
+    if where != "the policy":
+        backbone.requires_grad_(True)
+        if hasattr(policy, "peft_config"):
+            _add_adapter(backbone, peft_config or policy.peft_config[policy.active_adapter])
+    return SeparateCritic(backbone, head or ValueHead(hidden_size(backbone)))
+
+
+def _from_path(path: str, policy: Any, args: Any) -> tuple[nn.Module, ValueHead | None]:
+    options = {"trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **options)
+    weights = Path(path) / WEIGHTS
+    if weights.is_file():  # the critic of a checkpoint
+        backbone = AutoModel.from_config(config, dtype=policy.dtype, **options)
+        critic = SeparateCritic(backbone, ValueHead(hidden_size(backbone)))
+        try:
+            critic.load_state_dict(load_file(weights))
+        except RuntimeError as error:
+            raise VariantError(f"critic_model {path} holds adapters only, not a whole critic.") from error
+        return critic.backbone, critic.head
+    options["dtype"] = policy.dtype
+    architectures = config.architectures or ()
+    for kind, auto in _VALUED.items():
+        if any(name.endswith(kind) for name in architectures):
+            return _parts(auto.from_pretrained(path, **options))
+    return AutoModel.from_pretrained(path, **options), None
+
+
+def _parts(model: Any) -> tuple[nn.Module, ValueHead | None]:
+    """Backbone and head of a model; None for a head where it has none that gives values."""
+    if hasattr(model, "peft_config"):
+        raise VariantError("critic_model has adapters of its own. Merge them first: model.merge_and_unload().")
+    if not type(model).__name__.endswith(tuple(_VALUED)):
+        return model.base_model, None
+    layer = getattr(model, "score", None) or getattr(model, "classifier", None)
+    if not isinstance(layer, nn.Linear) or layer.out_features != 1:
+        given = f"{layer.out_features} numbers" if isinstance(layer, nn.Linear) else "no single linear layer"
+        raise VariantError(
+            f"A critic starts from a classifier with one label; {type(model).__name__} has {given} for a "
+            "head. Give critic_model: another model, or the policy's own."
+        )
+    return model.base_model, ValueHead(layer.in_features, layer.weight, layer.bias)
+
+
+def _tokenizer_at(path: str) -> Any | None:
+    """The tokenizer of a folder or an id; None for a folder without one, where there is nothing to compare."""
+    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _require_same_tokenizer(ours: Any, theirs: Any | None, where: str) -> None:
+    if theirs is not None and ours.get_vocab() != theirs.get_vocab():
+        raise VariantError(
+            f"The critic would start from {where}, whose tokenizer is not the policy's: it would read other tokens "
+            "than the policy writes. Set critic_model to a model with the policy's tokenizer, such as the policy's "
+            "own."
+        )
+
+
+def _check_backbone(backbone: Any, vocabulary: int, where: str) -> None:
+    rows = backbone.get_input_embeddings().num_embeddings
+    if rows < vocabulary:
+        raise VariantError(
+            f"The critic would start from {where}, which knows {rows} tokens; the policy's tokenizer has {vocabulary}."
+        )
+    device = backbone.get_input_embeddings().weight.device
+    training = backbone.training
+    backbone.eval()
+    with torch.no_grad():
+        first, second = (
+            backbone(input_ids=torch.tensor([[0, 1, last]], device=device)).last_hidden_state[:, :2] for last in (0, 1)
+        )
+    backbone.train(training)
+    if not torch.equal(first, second):
+        raise VariantError(
+            f"The critic would start from {where}, which reads later tokens too. A value must not know what follows: "
+            "give critic_model: a causal (decoder-only) model."
+        )
+
+
+def _add_adapter(backbone: nn.Module, peft_config: Any) -> None:
+    """Adapters of the same kind as the policy's; the rest is frozen."""
+    from peft import inject_adapter_in_model
+
+    config = copy.deepcopy(peft_config)
+    config.modules_to_save = None
+    config.inference_mode = False
+    inject_adapter_in_model(config, backbone)

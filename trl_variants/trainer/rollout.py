@@ -1,0 +1,154 @@
+"""The rollout phase: from what TRL generated and scored to advantages that stay until the next rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_variants.components.masked import masked_mean
+from trl_variants.data import Rollout
+from trl_variants.recipe import AdvantageResult
+from trl_variants.trainer.batch import gather_rows, local_rows
+
+__all__ = ["build_rollout", "finish_rollout"]
+
+
+def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations: int) -> dict[str, Any]:
+    """Score a rollout, take its advantages, log it, and return what the learning phase needs.
+
+    Args:
+        trainer: The trainer.
+        output: TRL's generation batch of this process.
+        mode: ``train`` or ``eval``; an evaluation changes no state.
+        generations: Completions per prompt.
+    """
+    _score(trainer, output, mode)
+    if mode == "train":
+        trainer.kl_coef = trainer._next_kl_coef
+    rollout = build_rollout(
+        output,
+        trainer._rewards_per_func,
+        reward_weights=trainer.reward_weights,
+        reward_names=trainer.reward_func_names,
+        stop_ids=trainer.eos_token_ids,
+        pad_id=trainer._tokenizer.pad_token_id,
+        generations=generations,
+        max_length=trainer.max_completion_length,
+        gather=partial(gather_rows, accelerator=trainer.accelerator),
+    )
+    result = trainer.recipe.advantages(rollout, kl_coef=trainer.kl_coef, states=trainer._states)
+    if mode == "train":
+        trainer._states = dict(result.states)
+        trainer._next_kl_coef = trainer.kl_coef if result.next_kl_coef is None else result.next_kl_coef
+    _log(trainer, mode, result, rollout.mask)
+
+    own = loss_mask(output)
+    made = {"advantages": result.advantages, "rewards": result.rewards, "scored": rollout.scored}
+    if result.returns is not None:
+        made["returns"] = result.returns
+    output |= {name: local_rows(value, own, trainer.accelerator) for name, value in made.items()}
+    if mode == "train":  # filters say what is trained on; an evaluation measures all
+        own = own & local_rows(result.keep, own, trainer.accelerator)[:, None]
+    output["loss_mask"] = own
+    return output
+
+
+def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
+    """Add what the frozen models and the critic say: log-probs and values, without gradient."""
+    args, critic, recipe = trainer.args, trainer.critic, trainer.recipe
+    size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    if trainer.reference:
+        with trainer.reference.scored() as model:
+            output["ref_per_token_logps"] = trainer._score(model, output, size)
+    with critic.watching(output) if critic else nullcontext([]) as states:
+        if recipe.needs_rollout_log_probs or (critic and critic.shared):
+            output["rollout_log_probs"] = trainer._score(trainer.model, output, size)
+    if critic:
+        output["old_values"], output["final_values"] = critic.score(output, states, size)
+
+
+def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None:
+    """Log the rollout; where TRL logged advantages and groups of its own, ours replace them."""
+    metrics = {name: float(metric) for name, metric in result.metrics.items()}
+    trainer._metrics[mode]["frac_reward_zero_std"][-1] = metrics.pop("frac_reward_zero_std")
+    kl = trainer.recipe.kl
+    if kl:
+        metrics["kl_coef"] = trainer.kl_coef
+        if not kl.in_reward:  # the loss logs the KL that it trains; what steers a controller is apart
+            metrics = {f"rollout/{n}" if n in ("kl", "kl/k3") else n: value for n, value in metrics.items()}
+    trainer._log_metrics(mode, metrics)
+    advantages = result.advantages if result.advantages.dim() == 1 else masked_mean(result.advantages, mask, dim=1)
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(logged), len(advantages))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+def build_rollout(
+    output: dict[str, Any],
+    rewards_per_func: Tensor,
+    *,
+    reward_weights: Tensor,
+    reward_names: list[str],
+    stop_ids: list[int],
+    pad_id: int,
+    generations: int,
+    max_length: int,
+    gather: Callable[[Tensor], Tensor],
+) -> Rollout:
+    """Build the `Rollout` of all processes from what TRL generated on this one.
+
+    Args:
+        output: TRL's generation batch of this process.
+        rewards_per_func: (N, F) of all processes, NaN where a function returned None.
+        reward_weights: (F,).
+        reward_names: The F names.
+        stop_ids: Every token that ends a completion.
+        pad_id: The padding token, which also counts as an end for TRL's ``clipped_ratio``.
+        generations: Completions per prompt.
+        max_length: The length limit.
+        gather: Collects rows of all processes, padding them to one width.
+    """
+    completion_mask = output["completion_mask"].bool()
+    lengths = completion_mask.sum(1)
+    last = output["completion_ids"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+    has_eos = torch.isin(last, torch.tensor(stop_ids, device=last.device)) & (lengths > 0)
+    weights = reward_weights.to(rewards_per_func)
+    rows = len(rewards_per_func)
+    tensors = {
+        field: gather(output[key])
+        for field, key in (
+            ("log_probs", "rollout_log_probs"),
+            ("ref_log_probs", "ref_per_token_logps"),
+            ("sampling_log_probs", "sampling_per_token_logps"),
+            ("values", "old_values"),
+            ("final_values", "final_values"),
+        )
+        if key in output
+    }
+    return Rollout(
+        rewards=(rewards_per_func * weights).nansum(1),
+        scored=~rewards_per_func.isnan().all(1),
+        rewards_per_func=rewards_per_func,
+        reward_weights=weights,
+        reward_names=tuple(reward_names),
+        # TRL lays completions of a prompt side by side, over the processes in order.
+        group_ids=torch.arange(rows, device=rewards_per_func.device) // generations,
+        mask=gather(loss_mask(output)),
+        lengths=gather(lengths),
+        truncated=gather(~has_eos & (last != pad_id)),
+        has_eos=gather(has_eos),
+        max_length=max_length,
+        **tensors,
+    )
+
+
+def loss_mask(output: dict[str, Any]) -> Tensor:
+    """(·, T) bool: tokens of the policy; neither padding nor what a tool or environment wrote."""
+    mask = output["completion_mask"].bool()
+    return mask & output["tool_mask"].bool() if "tool_mask" in output else mask
