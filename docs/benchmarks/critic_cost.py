@@ -21,6 +21,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 
 from trl_variants import VariantConfig, VariantTrainer
 
@@ -112,6 +113,7 @@ def step_times(variant: str, overrides: dict[str, Any], folder: str) -> list[flo
         rollout_func=rollout,
         callbacks=[clock],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return clock.steps[1:]
 

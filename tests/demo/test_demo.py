@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trl_variants import VariantError
+from trl_variants import VariantError, resolve
 from trl_variants.demo import DemoResult, DemoSettings, Reporter, run_demo
 from trl_variants.demo import runner as runner_module
 
@@ -87,6 +87,27 @@ def test_nothing_is_learned_from_a_reward_of_noise():
 def test_kl_is_reported_where_a_variant_has_it(variant):
     result = run_demo(DemoSettings(variant=variant, **SHORT))
     assert all("kl" in log for log in result.history)
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_ppo_trains_with_one_completion_per_question_and_every_step_is_reported(critic):
+    recorder = Recorder()
+    settings = DemoSettings(variant="ppo", overrides={"critic": critic}, **{**SHORT, "steps": 5})
+    result = run_demo(settings, recorder)
+    assert len(result.history) == len(recorder.steps) == 5
+    # Four steps on a rollout of one completion a question: the fifth begins another.
+    assert ["reward" in log for log in result.history] == [True, False, False, False, True]
+    assert all("value_loss" in log for log in result.history)
+    assert result.history[4]["explained_variance"] != 0
+
+
+def test_variants_of_several_epochs_get_half_as_many_rollouts_by_default():
+    plan = {name: runner_module._plan(DemoSettings(variant=name), resolve(name)) for name in ("dapo", "ppo", "a2c")}
+    assert {name: (p.steps, p.num_generations, p.batch) for name, p in plan.items()} == {
+        "dapo": (300, 8, 128),
+        "ppo": (600, 1, 128),
+        "a2c": (300, 1, 128),
+    }
 
 
 @pytest.mark.parametrize("variant", ["reinforce", "reinforce_pp"])

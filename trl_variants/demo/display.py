@@ -25,8 +25,10 @@ COLUMNS = (
     ("length", "completions/mean_length", "{:.1f}"),
     ("clipped", "clip_ratio/region_mean", "{:.1%}"),
     ("entropy", "entropy", "{:.3f}"),
-    ("no signal", "frac_reward_zero_std", "{:.0%}"),
 )
+#: One more: how much the comparison teaches, within a prompt's group or with a critic.
+GROUP_COLUMN = ("no signal", "frac_reward_zero_std", "{:.0%}")
+CRITIC_COLUMN = ("explained", "explained_variance", "{:.2f}")
 ABSENT = "—"
 WIDTH = 9
 
@@ -67,7 +69,8 @@ class Display(Reporter):
             header.add_row(name, value)
         self._console.print(header)
         self._console.print()
-        titles = "".join(f"{title:>{WIDTH + 1}}" for title, _, _ in COLUMNS)
+        self._columns = (*COLUMNS, CRITIC_COLUMN if recipe.variant.critic else GROUP_COLUMN)
+        titles = "".join(f"{title:>{WIDTH + 1}}" for title, _, _ in self._columns)
         self._console.print(Text(f"{'step':>5}{titles}", style="bold"))
         self._every = settings.logging_steps
         if self._console.is_terminal:
@@ -90,7 +93,7 @@ class Display(Reporter):
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step)
         if step % self._every == 0 or step == 1:
-            cells = "".join(f"{self._mean(name, form):>{WIDTH + 1}}" for _, name, form in COLUMNS)
+            cells = "".join(f"{self._mean(name, form):>{WIDTH + 1}}" for _, name, form in self._columns)
             self._console.print(f"{step:>5}{cells}")
             self._pending.clear()
 

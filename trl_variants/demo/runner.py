@@ -108,7 +108,7 @@ def run_demo(settings: DemoSettings | None = None, reporter: Reporter | None = N
         training_seconds = time.monotonic() - training
         reporter.status("Testing the model after training")
         after = test()
-        history = tuple(log for log in trainer.state.log_history if "reward" in log)
+        history = tuple(log for log in trainer.state.log_history if "loss" in log)
         if settings.output_dir:
             trainer.save_model(settings.output_dir)
         result = DemoResult(before, after, history, training_seconds, time.monotonic() - begin)
@@ -125,9 +125,13 @@ def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
     from trl_variants.demo.models import has_bf16
 
     plan = TINY_PLAN if settings.model == TINY else PRETRAINED_PLAN
-    generations = settings.num_generations or recipe.variant.num_generations or plan.num_generations
+    variant = recipe.variant
+    # A critic compares a completion with what it expected: more prompts teach more than more completions of one.
+    proposed = variant.num_generations or (1 if variant.critic else plan.num_generations)
+    generations = settings.num_generations or proposed
     recipe.check_generations(generations)
-    steps = plan.steps if settings.steps is None else settings.steps
+    # With several epochs over each, half as many rollouts do.
+    steps = int(plan.steps * max(1, (variant.num_iterations or 1) / 2)) if settings.steps is None else settings.steps
     for name, value in (("steps", steps), ("logging_steps", settings.logging_steps)):
         if value < 1:
             raise VariantError(f"{name} must be at least 1, not {value}.")
@@ -267,7 +271,7 @@ def _callback(reporter: Reporter) -> Any:
 
     class Report(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            if logs and "reward" in logs:
+            if logs and "loss" in logs:
                 reporter.step(state.global_step, logs)
 
     return Report()
