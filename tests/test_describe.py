@@ -208,7 +208,8 @@ def test_proposals_and_demands_are_said() -> None:
         regularizer="entropy_bonus",
         loss_aggregator="token_mean_local",
     )
-    assert needs(resolve(variant, registry=REGISTRY)) == [
+    said = needs(resolve(variant, {"sampling": "mask"}, REGISTRY))
+    assert said == [
         "At least 2 completions per prompt (num_generations), for zero_variance, group_mean, group_std.",
         "Proposes num_generations: 16; yours wins.",
         "Proposes num_iterations: 4, epochs over each rollout; yours wins.",
@@ -218,6 +219,8 @@ def test_proposals_and_demands_are_said() -> None:
         CORRECTION,
         "token_mean_local depends on how a step is cut into micro-batches.",
     ]
+    said[5] = "Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample)."
+    assert needs(resolve(variant, registry=REGISTRY)) == said
 
 
 # -- the table -------------------------------------------------------------------------------------

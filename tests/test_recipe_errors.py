@@ -248,7 +248,8 @@ def test_what_a_recipe_needs_is_known_beforehand() -> None:
     assert not of("dapo").needs("entropies")
     assert of("dapo", regularizer="entropy_bonus").needs("entropies")
     assert not of("dapo").needs("sampling_log_probs")  # used where there, and not asked for
-    assert of("dapo", sample_filter=None, advantage_estimator="returns", advantage_normalizer=None).min_generations == 1
+    off = {"sample_filter": None, "sampling": "mask", "advantage_normalizer": None}
+    assert of("dapo", advantage_estimator="returns", **off).min_generations == 1
 
 
 def test_a_state_that_a_checkpoint_could_not_hold_is_refused_at_once() -> None:

@@ -104,7 +104,8 @@ def test_what_is_not_overridden_is_inherited() -> None:
 @pytest.mark.parametrize("off", [None, "none", "None", "null", "off", False, [], ()])
 def test_every_way_to_switch_a_slot_off(off: Any) -> None:  # pains B12
     assert is_off(off)
-    recipe = of("dapo", sample_filter=off, reward_shaper=off, advantage_normalizer=off, token_weight=off, kl=off)
+    slots = ("sample_filter", "reward_shaper", "advantage_normalizer", "token_weight", "kl")
+    recipe = of("dapo", **dict.fromkeys(slots, off), sampling="mask")
     assert recipe.sample_filters == recipe.reward_shapers == recipe.advantage_normalizers == recipe.token_weights == ()
     assert recipe.kl is None
     assert of("grpo", kl=off).kl is None
@@ -169,7 +170,13 @@ def test_lists_that_make_no_sense() -> None:
         ),
         (["clip_rule"], "variant_overrides must be a mapping by slot, not list."),
         ("clip_rule", "variant_overrides must be a mapping by slot, not str."),
-        ({"sampling": "dynamic"}, "sampling must be 'mask', not 'dynamic'; resampling is not in this release."),
+        ({"sampling": "dynamic"}, "sampling must be 'mask' or 'resample', not 'dynamic'."),
+        ({"sampling": None}, "sampling must be 'mask' or 'resample', not None."),
+        (
+            {"sampling": "resample"},
+            "sampling 'resample' draws again for what a sample_filter drops, and variant 'grpo' has none, so it would "
+            "never draw again. Use sample_filter: zero_variance, or sampling: mask.",
+        ),
         ({"critic": "both"}, "critic must be 'separate', 'shared' or none, not 'both'."),
         (
             {"critic": "shared"},

@@ -211,6 +211,12 @@ class Rollout(_Tensors):
             raise VariantError("Rollout.rewards holds a value that is not finite, at a completion that is scored.")
         self._clean("log_probs", "ref_log_probs", "sampling_log_probs", "values")
 
+    def first(self, rows: int) -> Rollout:
+        """The rollout of its first rows alone."""
+        given = self._fields()
+        per_row = [name for name, value in given.items() if isinstance(value, Tensor) and name != "reward_weights"]
+        return Rollout(**{**given, **{name: given[name][:rows] for name in per_row}})
+
     def tensors(self) -> dict[str, Any]:
         """The inputs that a component may name, by name."""
         return {**self._fields(), "samples": len(self.rewards)}

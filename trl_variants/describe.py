@@ -194,7 +194,9 @@ def needs(recipe: Recipe) -> list[str]:
         said.append("Scores every rollout once more before learning, for its log-probs.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
-    if recipe.sample_filters:
+    if variant.sampling == "resample":
+        said.append("Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample).")
+    elif recipe.sample_filters:
         said.append("Rows that the filter drops are masked, not replaced by new ones (sampling: mask).")
     for bound in recipe.components:
         if "sampling_log_probs" in bound.info.optional_inputs:

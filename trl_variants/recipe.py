@@ -97,8 +97,29 @@ class Recipe:
     loss_aggregator: Bound
 
     @torch.no_grad()
+    def keep(self, rollout: Rollout, *, states: States | None = None) -> Tensor:
+        """Run the sample filters alone, on the raw rewards; no state changes.
+
+        Args:
+            rollout: Completions of all processes; what is scored by models may be missing.
+            states: The components' states.
+
+        Returns:
+            (N,) bool; False for the rows that a filter drops.
+
+        Raises:
+            VariantError: A filter failed; the message names it.
+        """
+        return self._kept(Workspace(rollout.tensors(), states))
+
+    @torch.no_grad()
     def advantages(
-        self, rollout: Rollout, *, kl_coef: float | None = None, states: States | None = None
+        self,
+        rollout: Rollout,
+        *,
+        kl_coef: float | None = None,
+        states: States | None = None,
+        keep: Tensor | None = None,
     ) -> AdvantageResult:
         """Turn the rewards of one rollout into advantages; they stay as they are until the next rollout.
 
@@ -106,6 +127,8 @@ class Recipe:
             rollout: The generation batch of all processes.
             kl_coef: The KL coefficient in force; the variant's own when left out.
             states: The components' states.
+            keep: (N,) bool; what the filters said when the rows were drawn, where that was in rounds of their own. The
+                filters then run for their states alone.
 
         Returns:
             Advantages, returns, the rows to train on, metrics and new states.
@@ -116,9 +139,8 @@ class Recipe:
         x = Workspace(rollout.tensors(), states)
         x["kl_coef"] = kl_coef = self.kl_coef(kl_coef)
 
-        x["keep"] = torch.ones_like(rollout.scored)
-        for sample_filter in self.sample_filters:
-            x["keep"] = x["keep"] & x.call(sample_filter).bool()
+        kept = self._kept(x)
+        x["keep"] = kept if keep is None else keep
 
         for shaper in self.reward_shapers:
             if not shaper.info.after_kl:
@@ -247,6 +269,12 @@ class Recipe:
                 )
 
     # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _kept(self, x: Workspace) -> Tensor:
+        keep = torch.ones_like(x["scored"])
+        for sample_filter in self.sample_filters:
+            keep = keep & x.call(sample_filter).bool()
+        return keep
 
     @staticmethod
     def _trained(advantages: Tensor, rollout: Rollout) -> Tensor:

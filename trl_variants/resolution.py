@@ -290,8 +290,13 @@ def _check_across(recipe: Recipe) -> None:
         raise VariantError(f"critic must be 'separate', 'shared' or none, not {variant.critic!r}.")
     if not isinstance(variant.reshuffle, bool):
         raise VariantError(f"reshuffle must be true or false, not {variant.reshuffle!r}.")
-    if variant.sampling != "mask":
-        raise VariantError(f"sampling must be 'mask', not {variant.sampling!r}; resampling is not in this release.")
+    if variant.sampling not in ("mask", "resample"):
+        raise VariantError(f"sampling must be 'mask' or 'resample', not {variant.sampling!r}.")
+    if variant.sampling == "resample" and not recipe.sample_filters:
+        raise VariantError(
+            f"sampling 'resample' draws again for what a sample_filter drops, and variant '{variant.name}' has none, "
+            "so it would never draw again. Use sample_filter: zero_variance, or sampling: mask."
+        )
     _check_critic(recipe)
     kl = recipe.kl
     weighted = bool(kl and kl.placement.parameters.get("weighted"))

@@ -77,7 +77,8 @@ class Variant:
         max_updates_per_rollout: Most optimizer steps that one rollout may be used for; more is refused.
         critic: ``"separate"`` (a model of its own), ``"shared"`` (a head on the policy's backbone) or None.
         reshuffle: Whether each epoch over a rollout shuffles its rows into other mini-batches.
-        sampling: ``"mask"`` drops the rows that a sample filter rejects.
+        sampling: ``"mask"`` leaves out the rows that a sample filter drops; ``"resample"`` draws further prompts until
+            a rollout is full of groups that the filters keep.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Variant:
     max_updates_per_rollout: int | None = INHERIT
     critic: Literal["separate", "shared"] | None = INHERIT
     reshuffle: bool = INHERIT
-    sampling: Literal["mask"] = INHERIT
+    sampling: Literal["mask", "resample"] = INHERIT
 
     def over(self, parent: Variant) -> Variant:
         """Return this variant with everything that it leaves out taken from ``parent``."""

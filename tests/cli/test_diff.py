@@ -22,11 +22,12 @@ def test_diff_shows_only_what_differs() -> None:
         ["kl", "k3 in loss, β 0.04", "none"],
         ["clip_rule", "ppo_clip epsilon_high=0.2", "ppo_clip epsilon_high=0.28"],
         ["loss_aggregator", "seq_mean_token_mean count_empty=false", "token_mean"],
+        ["sampling", "mask", "resample"],
         ["models", "policy (trained), reference (frozen)", "policy (trained)"],
     ]
     assert " ".join(text.split()).endswith(
         "The same: advantage_estimator, advantage_normalizer, importance_ratio, token_weight, regularizer, "
-        "num_generations, num_iterations, max_updates_per_rollout, critic, reshuffle, sampling, least generations."
+        "num_generations, num_iterations, max_updates_per_rollout, critic, reshuffle, least generations."
     )
 
 
@@ -57,6 +58,7 @@ def test_diff_as_json_has_both_sides_whole() -> None:
         "clip_rule",
         "loss_aggregator",
         "kl",
+        "sampling",
         "models",
     ]
     assert short["differences"]["clip_rule"] == {"a": grpo["slots"]["clip_rule"], "b": dapo["slots"]["clip_rule"]}

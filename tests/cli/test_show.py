@@ -18,7 +18,8 @@ def test_show_has_a_part_for_each_question() -> None:
     text = out("show", "dapo")
     assert text.startswith(
         f"dapo  extends grpo · arXiv:2503.14476 · {HERE}\n"
-        "Clip-higher, groups without signal left out, token mean, soft overlong penalty,\nno KL.\n\nObjective\n"
+        "Clip-higher, groups without signal replaced by new ones, token mean, soft\noverlong penalty, no KL.\n"
+        "\nObjective\n"
     )
     assert re.findall(r"^\w+$", text, re.MULTILINE) == ["Objective", "Slots", "Models", "Needs"]
 
@@ -45,7 +46,7 @@ def test_show_says_where_each_slot_comes_from_and_what_is_empty() -> None:
     assert re.search(r"clip_min=null +default ", rows["token_weight"])
     assert re.search(r"^  kl +none$", rows["kl"])
     assert "  Empty: regularizer.\n" in text
-    assert re.search(r"^  settings +sampling=mask$", text, re.MULTILINE)
+    assert re.search(r"^  settings +sampling=resample$", text, re.MULTILINE)
 
 
 def test_show_marks_what_an_override_changes() -> None:
@@ -107,7 +108,7 @@ def test_show_of_a_plugin_names_whose_components_are_not_its_own(plugin: str) ->
     assert text.startswith(f"soft  extends dapo · {plugin}\nSoft.\n")
     assert "soft_clip (tau = 0.5) · wᵢₜ" in text
     assert "arXiv:2503.14476\n" in text and HERE in text
-    assert re.search(r"^  settings +num_generations=16, sampling=mask$", text, re.MULTILINE)
+    assert re.search(r"^  settings +num_generations=16, sampling=resample$", text, re.MULTILINE)
     assert re.search(r"clip_rule +soft_clip tau=0.5 +example.org/a/long/address/of/a/$", text, re.MULTILINE)
 
 

@@ -31,7 +31,8 @@ def tool_run(folder: Any, variant: str = "grpo", write: Any = runs.completion, *
 
 
 def test_tool_tokens_are_attended_and_carry_neither_loss_nor_weight(tmp_path: Any) -> None:
-    trainer = tool_run(tmp_path, "dapo", variant_overrides={"sample_filter": "none", "reward_shaper": "none"})
+    overrides = {"sample_filter": "none", "sampling": "mask", "reward_shaper": "none"}
+    trainer = tool_run(tmp_path, "dapo", variant_overrides=overrides)
     rollout, result = rollout_of(trainer)
     (output,) = trainer.generated
     policy_tokens = (output["completion_mask"] * output["tool_mask"]).bool()
@@ -293,7 +294,7 @@ def test_the_filter_sees_rewards_before_any_shaping(tmp_path: Any) -> None:
         "dapo",
         rewards=by_place([1, 1, 1, 1, 1, 0, 0, 0]),
         options={"rollout_func": runs.scripted(lambda prompt, index: [5] * (5 + index))},
-        variant_overrides={"reward_shaper": {"name": "soft_overlong", "cache": 4}},
+        variant_overrides={"reward_shaper": {"name": "soft_overlong", "cache": 4}, "sampling": "mask"},
         max_steps=1,
     )
     _, result = rollout_of(trainer)

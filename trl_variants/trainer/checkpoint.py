@@ -1,7 +1,8 @@
-"""What a checkpoint holds besides TRL's: the KL coefficient, the components' states, the critic."""
+"""What a run writes besides TRL's files: its recipe; in a checkpoint the KL coefficient, states, prompts, critic."""
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -10,11 +11,21 @@ from accelerate.logging import get_logger
 
 from trl_variants.describe import recipe_dict
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "save_state", "write_recipe"]
 
 logger = get_logger(__name__)
 
 _FILE = "variant_state.pt"
+
+
+def write_recipe(trainer: Any) -> None:
+    """Log the resolved recipe, and write it as ``variant.json`` into the output folder."""
+    resolved = recipe_dict(trainer.recipe)
+    if trainer.args.should_save:
+        os.makedirs(trainer.args.output_dir, exist_ok=True)
+        with open(os.path.join(trainer.args.output_dir, "variant.json"), "w") as file:
+            json.dump(resolved, file, indent=2)
+    logger.info("variant %s: %s", trainer.recipe.variant.name, json.dumps(resolved))
 
 
 def save_state(trainer: Any, checkpoint: str) -> None:
@@ -24,6 +35,10 @@ def save_state(trainer: Any, checkpoint: str) -> None:
         "states": trainer._states,
         "recipe": str(recipe_dict(trainer.recipe)),
     }
+    if trainer.resampler:
+        period = trainer.args.steps_per_generation * trainer.num_iterations
+        midway = trainer.state.global_step * trainer.args.gradient_accumulation_steps % period != 0
+        state["sampling"] = trainer.resampler.saved(midway=midway)
     torch.save(state, os.path.join(checkpoint, _FILE))
     if trainer.critic:
         trainer.critic.save(checkpoint, optimizer=not trainer.args.save_only_model)
@@ -39,6 +54,8 @@ def load_state(trainer: Any, checkpoint: str) -> None:
     state = torch.load(path, map_location="cpu", weights_only=True)
     trainer.kl_coef = trainer._next_kl_coef = state["kl_coef"]
     trainer._states = state["states"]
+    if trainer.resampler and "sampling" in state:
+        trainer.resampler.load(state["sampling"])
     if state["recipe"] != str(recipe_dict(trainer.recipe)):
         logger.warning(
             "%s was written by another variant, or by other versions; this run goes on with '%s'. Compare the "

@@ -58,6 +58,7 @@ FUNCTIONS = {
         "create_model_from_path": ("model_id",),
         "disable_dropout_in_model": ("model",),
         "get_config_model_id": ("config",),
+        "nanstd": ("tensor",),
         "is_async_callable": ("func",),
         "use_adapter": ("model", "adapter_name"),
     },
@@ -76,12 +77,14 @@ ATTRIBUTES = (
     "num_generations",
     "num_generations_eval",
     "num_iterations",
+    "pad_to_multiple_of",
     "ref_model",
     "reward_func_names",
     "reward_funcs",
     "reward_processing_classes",
     "reward_weights",
     "router_aux_loss_coef",
+    "shuffle_dataset",
     "temperature",
 )
 

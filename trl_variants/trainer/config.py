@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -16,8 +15,8 @@ from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
-from trl_variants.trainer.config_checks import check_engine, check_learning, check_schedule
-from trl_variants.variant import KL, Use, Variant
+from trl_variants.trainer.config_checks import check_engine, check_learning, check_sampling, check_schedule
+from trl_variants.trainer.config_values import parse_mapping, plain
 
 __all__ = ["VariantConfig"]
 
@@ -75,6 +74,16 @@ class VariantConfig(GRPOConfig):
         critic_warmup_steps (`int`, *optional*):
             First optimizer steps, in which the critic alone learns and the policy stays as it is. Default: 0.
 
+        max_rounds (`int`, *optional*):
+            With `sampling: resample`: rounds of prompts that one rollout may take; at the limit it trains on what
+            there is. Default: 10.
+        carry_surplus (`bool`, *optional*):
+            With `sampling: resample`: kept groups beyond a full rollout go first into the next one, with their own old
+            log-probs. Default: yes where the variant corrects for a policy that has moved on.
+        max_carry_age (`int`, *optional*):
+            Rollouts that a carried group may wait; then it is dropped. A group waits longer than one where a resumed
+            run has smaller rollouts. Default: 1.
+
     What the variant decides (`beta`, `loss_type`, `epsilon`, `scale_rewards`, ...) is refused here, with the override
     to use instead. Every other field is TRL's.
     """
@@ -114,6 +123,18 @@ class VariantConfig(GRPOConfig):
     critic_max_grad_norm: float | None = field(default=None, metadata={"help": "Default: max_grad_norm."})
     critic_warmup_steps: int | None = field(
         default=None, metadata={"help": "First optimizer steps, in which the critic alone learns. Default: 0."}
+    )
+
+    # Of dynamic sampling.
+    max_rounds: int | None = field(
+        default=None, metadata={"help": "Rounds of prompts that a rollout may take to fill up. Default: 10."}
+    )
+    carry_surplus: bool | None = field(
+        default=None,
+        metadata={"help": "Surplus groups go first into the next rollout. Default: yes, where the variant allows it."},
+    )
+    max_carry_age: int | None = field(
+        default=None, metadata={"help": "Rollouts that a carried group may wait; then it is dropped. Default: 1."}
     )
 
     # The variant alone.
@@ -158,7 +179,7 @@ class VariantConfig(GRPOConfig):
         for owned in self._owned_fields():
             setattr(self, owned.name, owned.metadata["help"].neutral)
         if isinstance(self.variant_overrides, str):
-            self.variant_overrides = _parse_mapping(self.variant_overrides)
+            self.variant_overrides = parse_mapping(self.variant_overrides)
         self._recipe = self._resolve()
         if self.num_iterations is None:
             self.num_iterations = self._recipe.variant.num_iterations or 1
@@ -170,6 +191,7 @@ class VariantConfig(GRPOConfig):
             super().__post_init__()
         check_schedule(self)
         check_learning(self)
+        check_sampling(self)
         rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property
@@ -210,7 +232,7 @@ class VariantConfig(GRPOConfig):
         """The fields, for logging: those that the variant decides are None, so that no log shows what is not used."""
         shown = super().to_dict()
         shown |= {owned.name: None for owned in self._owned_fields() if owned.name in shown}
-        return shown | {"variant": _plain(self.variant), "variant_overrides": _plain(self.variant_overrides)}
+        return shown | {"variant": plain(self.variant), "variant_overrides": plain(self.variant_overrides)}
 
     def __str__(self) -> str:
         """What is logged, tokens hidden. (TrainingArguments copies every value for it, and functions cannot be.)"""
@@ -219,7 +241,7 @@ class VariantConfig(GRPOConfig):
     def __getstate__(self) -> dict[str, Any]:
         """What a checkpoint keeps: components by name, since a function of a notebook cannot be pickled."""
         state = {name: value for name, value in self.__dict__.items() if name != "_recipe"}
-        return state | {"variant": _plain(self.variant), "variant_overrides": _plain(self.variant_overrides)}
+        return state | {"variant": plain(self.variant), "variant_overrides": plain(self.variant_overrides)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VariantConfig:
         """A copy that keeps the recipe, whose components are functions."""
@@ -248,36 +270,3 @@ def _refusal(name: str, override: str) -> str:
     if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
         return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
     return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
-
-
-def _parse_mapping(text: str) -> dict[str, Any]:
-    """A mapping from the command line, in JSON or YAML."""
-    import yaml
-
-    try:
-        value = json.loads(text)
-    except ValueError:
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise VariantError(f"variant_overrides is neither JSON nor YAML: {error}") from error
-    if not isinstance(value, dict):
-        raise VariantError(f"variant_overrides must be a mapping by slot, not {text!r}.")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """A value without functions: components by module and name, in the form that a config has."""
-    if isinstance(value, Variant):
-        return value.name
-    if isinstance(value, Use):
-        return {"name": _plain(value.component), **_plain(dict(value.parameters))}
-    if isinstance(value, KL):
-        return {key.name: _plain(getattr(value, key.name)) for key in fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    return f"{value.__module__}.{value.__qualname__}" if callable(value) else str(value)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from trl_variants.errors import VariantError
 
 if TYPE_CHECKING:
+    from trl_variants.recipe import Recipe
     from trl_variants.trainer.config import VariantConfig
 
-__all__ = ["check_engine", "check_learning", "check_schedule"]
+__all__ = ["can_carry", "check_engine", "check_learning", "check_sampling", "check_schedule"]
 
 _CRITIC = ("critic_model", "critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps")
+_SAMPLING = ("max_rounds", "carry_surplus", "max_carry_age")
 
 
 def check_schedule(config: VariantConfig) -> None:
@@ -133,6 +135,42 @@ def _check_critic(config: VariantConfig) -> None:
         raise VariantError(
             f"lr_scheduler_type {config.lr_scheduler_type.value} steps by a metric, and a critic has none. Use another."
         )
+
+
+def can_carry(recipe: Recipe) -> bool:
+    """Whether a variant can learn from groups of an earlier rollout: it corrects for a policy that has moved on."""
+    return recipe.importance_ratio.info.level != "one" and recipe.variant.max_updates_per_rollout is None
+
+
+def check_sampling(config: VariantConfig) -> None:
+    """Check the fields of resampling.
+
+    Raises:
+        VariantError: A value is out of range, has no effect, or does not go with the variant.
+    """
+    variant = config.recipe.variant
+    given = [name for name in _SAMPLING if getattr(config, name) is not None]
+    if given and variant.sampling != "resample":
+        filters = "" if config.recipe.sample_filters else ", sample_filter: zero_variance"
+        raise VariantError(
+            f"{', '.join(given)} is set, and variant '{variant.name}' draws no further prompts (sampling: mask). Use "
+            f"variant_overrides: {{sampling: resample{filters}}}, or leave it out."
+        )
+    for name in ("max_rounds", "max_carry_age"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            least = "; to carry none, use carry_surplus: false" if name == "max_carry_age" else ""
+            raise VariantError(f"{name} must be a whole number of at least 1, not {value}{least}.")
+    if config.carry_surplus not in (None, True, False):
+        raise VariantError(f"carry_surplus must be true or false, not {config.carry_surplus!r}.")
+    carries = config.carry_surplus is not False and can_carry(config.recipe)
+    if config.carry_surplus and not carries:
+        raise VariantError(
+            f"carry_surplus is set, and variant '{variant.name}' does not correct for a policy that has moved on. "
+            "Leave it out, or use a variant with an importance ratio and a clip rule."
+        )
+    if config.max_carry_age is not None and not carries:
+        raise VariantError("max_carry_age is set, and no surplus is carried. Set carry_surplus: true, or leave it out.")
 
 
 def check_engine(config: VariantConfig) -> None:

@@ -11,6 +11,7 @@ from trl.trainer import grpo_trainer
 
 from trl_variants.data import Totals
 from trl_variants.trainer.batch import step_totals
+from trl_variants.trainer.rows import own_old_log_probs
 
 __all__ = ["LearningPhase"]
 
@@ -37,7 +38,8 @@ class LearningPhase:
         """Give every micro-batch of a new rollout the totals of its optimizer step, and old log-probs.
 
         The first optimizer step needs none: the policy has not moved, so the current log-probs, detached, are the old
-        ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits).
+        ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits). Rows carried
+        from an earlier rollout bring their own.
         """
         trainer = self._trainer
         steps = self._count()
@@ -47,7 +49,8 @@ class LearningPhase:
                 if index != first:
                     batch["old_per_token_logps"] = batch.get("rollout_log_probs")
                     if batch["old_per_token_logps"] is None:
-                        batch["old_per_token_logps"] = trainer._score(trainer.model, batch, len(batch["loss_mask"]))
+                        scored = trainer._score(trainer.model, batch, len(batch["loss_mask"]))
+                        batch["old_per_token_logps"] = own_old_log_probs(batch, scored)
 
     def begin_epoch(self) -> None:
         """Before another epoch over the same rollout: other mini-batches, if the variant wants them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,27 @@ from trl_variants.components.masked import masked_mean
 from trl_variants.data import Rollout
 from trl_variants.recipe import AdvantageResult
 from trl_variants.trainer.batch import gather_rows, local_rows
+from trl_variants.trainer.rows import own_old_log_probs
 
-__all__ = ["build_rollout", "finish_rollout"]
+__all__ = ["Selection", "build_rollout", "finish_rollout", "loss_mask"]
 
 
-def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Selection:
+    """What of a rollout that was drawn in rounds is trained on.
+
+    Attributes:
+        keep: (N,) bool; what the filters said of each row when it was drawn.
+        rows: The first so many rows are the rollout; what follows only fills the batch up, and is in no statistic.
+    """
+
+    keep: Tensor
+    rows: int
+
+
+def finish_rollout(
+    trainer: Any, output: dict[str, Any], mode: str, generations: int, selection: Selection | None = None
+) -> dict[str, Any]:
     """Score a rollout, take its advantages, log it, and return what the learning phase needs.
 
     Args:
@@ -26,6 +43,7 @@ def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations:
         output: TRL's generation batch of this process.
         mode: ``train`` or ``eval``; an evaluation changes no state.
         generations: Completions per prompt.
+        selection: What is trained on, where the rows were drawn in rounds; by default the filters say it here.
     """
     _score(trainer, output, mode)
     if mode == "train":
@@ -41,21 +59,32 @@ def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations:
         max_length=trainer.max_completion_length,
         gather=partial(gather_rows, accelerator=trainer.accelerator),
     )
-    result = trainer.recipe.advantages(rollout, kl_coef=trainer.kl_coef, states=trainer._states)
+    keep = None
+    if selection:
+        rollout, keep = rollout.first(selection.rows), selection.keep[: selection.rows]
+    result = trainer.recipe.advantages(rollout, kl_coef=trainer.kl_coef, states=trainer._states, keep=keep)
     if mode == "train":
         trainer._states = dict(result.states)
         trainer._next_kl_coef = trainer.kl_coef if result.next_kl_coef is None else result.next_kl_coef
     _log(trainer, mode, result, rollout.mask)
 
     own = loss_mask(output)
-    made = {"advantages": result.advantages, "rewards": result.rewards, "scored": rollout.scored}
+    made = {"advantages": result.advantages, "rewards": result.rewards, "scored": rollout.scored, "keep": result.keep}
     if result.returns is not None:
         made["returns"] = result.returns
-    output |= {name: local_rows(value, own, trainer.accelerator) for name, value in made.items()}
+    total = len(trainer._rewards_per_func)
+    made = {name: local_rows(_filled_up(value, total), own, trainer.accelerator) for name, value in made.items()}
+    kept = made.pop("keep")
+    output |= made
     if mode == "train":  # filters say what is trained on; an evaluation measures all
-        own = own & local_rows(result.keep, own, trainer.accelerator)[:, None]
+        own = own & kept[:, None]
     output["loss_mask"] = own
     return output
+
+
+def _filled_up(values: Tensor, rows: int) -> Tensor:
+    """Values of the first rows, with 0 for the others."""
+    return torch.cat([values, values.new_zeros(rows - len(values), *values.shape[1:])])
 
 
 def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
@@ -67,7 +96,7 @@ def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
             output["ref_per_token_logps"] = trainer._score(model, output, size)
     with critic.watching(output) if critic else nullcontext([]) as states:
         if recipe.needs_rollout_log_probs or (critic and critic.shared):
-            output["rollout_log_probs"] = trainer._score(trainer.model, output, size)
+            output["rollout_log_probs"] = own_old_log_probs(output, trainer._score(trainer.model, output, size))
     if critic:
         output["old_values"], output["final_values"] = critic.score(output, states, size)
 

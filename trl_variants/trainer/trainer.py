@@ -6,7 +6,6 @@ loss (`Recipe.loss`), the reference, and the bookkeeping that makes both exact.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,9 +20,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from trl_variants.data import Batch
-from trl_variants.describe import recipe_dict
 from trl_variants.errors import VariantError
-from trl_variants.trainer.checkpoint import load_state, save_state
+from trl_variants.trainer.checkpoint import load_state, save_state, write_recipe
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import Critic, StepCritic
@@ -31,7 +29,10 @@ from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
+from trl_variants.trainer.rows import own_old_log_probs
+from trl_variants.trainer.sampling import Resampler
 from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
+from trl_variants.trainer.surplus import refuse_unsupported
 
 __all__ = ["VariantTrainer"]
 
@@ -83,6 +84,7 @@ class VariantTrainer(GRPOTrainer):
             kind = "a GRPOConfig" if isinstance(args, GRPOConfig) else type(args).__name__
             raise VariantError(f"args must be a VariantConfig, not {kind}. Write VariantConfig(variant=..., ...).")
         self.recipe = args.recipe
+        refuse_unsupported(self.recipe, train_dataset, environment_factory)
         self._skip_scoring = False
         self._rewards_per_func: Tensor | None = None
         super().__init__(
@@ -115,18 +117,16 @@ class VariantTrainer(GRPOTrainer):
         # The coefficient in force, and the one from the next rollout on.
         self.kl_coef = self._next_kl_coef = self.recipe.kl_coef()
         self._states: dict[str, dict[str, Any]] = {}
+        self.resampler = Resampler(self) if self.recipe.variant.sampling == "resample" else None
         self._phase = LearningPhase(self)
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Write and log the resolved recipe, then train as `transformers.Trainer` does."""
         self._buffered_inputs = None  # a rollout of an earlier call belongs to another policy
-        resolved = recipe_dict(self.recipe)
-        if self.args.should_save:
-            os.makedirs(self.args.output_dir, exist_ok=True)
-            with open(os.path.join(self.args.output_dir, "variant.json"), "w") as file:
-                json.dump(resolved, file, indent=2)
-        logger.info("variant %s: %s", self.recipe.variant.name, json.dumps(resolved))
+        write_recipe(self)
+        if self.resampler:
+            self.resampler.begin()
         return super().train(*args, **kwargs)
 
     def _make_critic(self, critic_model: Any, peft_config: Any) -> Critic | None:
@@ -179,6 +179,9 @@ class VariantTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
+        if mode == "train" and self.resampler:  # the loader's batch only keeps the pace
+            output, selection = self.resampler.rollout()
+            return finish_rollout(self, output, mode, self.num_generations, selection)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         rows = len(inputs) * self.accelerator.num_processes
         if rows % generations:  # only an evaluation that the config did not plan
@@ -186,12 +189,16 @@ class VariantTrainer(GRPOTrainer):
                 f"A batch of {rows} completions holds no whole number of groups of {generations}. Set "
                 "num_generations_eval: 1, or make per_device_eval_batch_size x processes a multiple of it."
             )
+        return finish_rollout(self, self._generate_round(inputs), mode, generations)
+
+    def _generate_round(self, inputs: Any) -> dict[str, Any]:
+        """TRL's generation and rewards, of completions that nothing has judged or scored yet."""
         self._skip_scoring = True
         try:
-            output = super()._generate_and_score_completions(inputs)
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
-        return finish_rollout(self, output, mode, generations)
+        return output
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
@@ -215,7 +222,9 @@ class VariantTrainer(GRPOTrainer):
             mask=inputs["loss_mask"],
             advantages=inputs["advantages"],
             totals=inputs["totals"] if "totals" in inputs else self._phase.totals([[inputs]])[0],
-            old_log_probs=inputs.get("old_per_token_logps"),
+            old_log_probs=inputs["old_per_token_logps"]
+            if inputs.get("old_per_token_logps") is not None
+            else own_old_log_probs(inputs, log_probs.detach()),
             ref_log_probs=inputs.get("ref_per_token_logps"),
             sampling_log_probs=inputs.get("sampling_per_token_logps"),
             values=self.critic.values(inputs, states) if self.critic else None,
