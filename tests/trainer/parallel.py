@@ -43,6 +43,22 @@ def env_mask(prompt: str, index: int, tokens: list[int]) -> list[int]:
     return [int(i % 4 != 2 and index != 3) for i in range(len(tokens))]
 
 
+def some_signal(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+    """None in prompts 0, 3, 4 and 7: their groups are equal."""
+    dense = tiny.low_words(completion_ids)
+    return [0.5 if n in (0, 3, 4, 7) else value for value, n in zip(dense, number, strict=True)]
+
+
+#: Rollouts of 3 groups of 4, the second half on one process and half on the other. (0 1 2) keeps two, (3 4 5) one: full
+#: after two rounds. (6 7 8) keeps two, (9 10 11) all: two are surplus, and go first into the third rollout.
+RESAMPLED: dict[str, Any] = {
+    "rows": 16,
+    "per_device": 3,
+    "shuffle_dataset": False,
+    "rewards": some_signal,
+    "max_steps": 4,
+}
+
 #: Name: variant, settings. Groups of 8 lie half on one process and half on the other, groups of 4 on one each.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce": ("reinforce", {}),
@@ -81,25 +97,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_tools": ("ppo", {"fields": {"env_mask": env_mask}, "num_iterations": 2}),
     "warm_up": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 2, "critic_warmup_steps": 2}),
     "target_kl": ("ppo", {"num_iterations": 3, "target_kl": 1e-5}),
+    "resampled": ("dapo", RESAMPLED),
+    "resampled_tools": (
+        "dapo",
+        {**RESAMPLED, "num_iterations": 2, "max_steps": 6, "fields": {"env_mask": env_mask, "logprobs": logprobs}},
+    ),
+    "resampled_kl": (
+        "reinforce_pp",
+        {**RESAMPLED, "overrides": {"sampling": "resample", "sample_filter": "zero_variance", "kl": {"coef": 0.3}}},
+    ),
+    "resampled_critic": (
+        "ppo",
+        {
+            **RESAMPLED,
+            "num_iterations": 1,
+            "overrides": {"sampling": "resample", "sample_filter": "zero_variance"},
+        },
+    ),
+    "resampled_short": ("dapo", {**RESAMPLED, "max_rounds": 1}),
     "truncated": ("trl_grpo", {"overrides": {"sample_filter": "truncated"}, "max_completion_length": 12}),
 }
 
 
 def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str, Any]:
-    """Train two optimizer steps twice over; what came of it, as plain data."""
+    """Train a few optimizer steps; what came of it, as plain data."""
     variant, settings = CASES[name]
-    settings = {"num_generations": 4, "rows": 2, "max_completion_length": 12, **settings}
+    settings = {"num_generations": 4, "rows": 2, "max_completion_length": 12, "max_steps": 3, **settings}
+    per_device, rewards = settings.pop("per_device", per_device), settings.pop("rewards", tiny.low_words)
     rows, fields, overrides = settings.pop("rows"), settings.pop("fields", {}), settings.pop("overrides", None)
     trainer = runs.build(
         folder,
         variant,
         rows=rows,
+        rewards=rewards,
         options={"rollout_func": runs.scripted(write, **fields), "eval_dataset": tiny.dataset(5)},
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulation,
         per_device_eval_batch_size=8,
         num_generations_eval=1,
-        max_steps=3,
         variant_overrides=overrides,
         **{**runs.SGD, **settings},
     )
@@ -119,6 +154,7 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         "mask": rollout.mask,
         "own_mask": trainer.generated[0]["loss_mask"],
         "own_advantages": trainer.generated[0]["advantages"],
+        "own_carried": [output.get("carried") for output in trainer.generated],
         "table": list(trainer._logs["advantages"]),
         "states": trainer._states,
         "kl_coef": trainer._next_kl_coef,
@@ -154,6 +190,12 @@ def resumed(folder: Path, rank: int) -> None:
     again.train(resume_from_checkpoint=str(folder / "critic" / "checkpoint-2"))
     both = [torch.cat([runs.weights(t.model), runs.weights(t.critic.model)]) for t in (whole, again)]
     torch.save(both, folder / f"resumed-critic-{rank}.pt")
+    settings = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 3, "max_steps": 5}
+    settings |= {"rewards": some_signal, "rows": 9}
+    whole = runs.trained(folder / "resampled", "dapo", **settings)
+    again = runs.build(folder / "resampled", "dapo", **settings)
+    again.train(resume_from_checkpoint=str(folder / "resampled" / "checkpoint-3"))
+    torch.save([runs.weights(whole.model), runs.weights(again.model)], folder / f"resumed-sampling-{rank}.pt")
 
 
 if __name__ == "__main__":

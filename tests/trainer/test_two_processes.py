@@ -67,8 +67,8 @@ def test_two_processes_give_the_numbers_of_one(runs_of: tuple[Any, Any, Any]) ->
     for rank, mine in enumerate((first, second)):
         assert torch.equal(mine["mask"], alone["mask"])
         assert_close(alone["advantages"], mine["advantages"], 1e-6)
-        rows = slice(4 * rank, 4 * rank + 4)
-        width = mine["own_mask"].shape[1]
+        count, width = mine["own_mask"].shape
+        rows = slice(count * rank, count * (rank + 1))
         expected = alone["advantages"][rows]
         assert_close(expected if expected.dim() == 1 else expected[:, :width], mine["own_advantages"], 1e-6)
         assert mine["table"] == pytest.approx(alone["table"], abs=1e-5)
@@ -78,7 +78,7 @@ def test_two_processes_give_the_numbers_of_one(runs_of: tuple[Any, Any, Any]) ->
     if alone["mask"].shape[1] == 12 and widths[0] != widths[1]:
         assert widths == [3, 12] and tokens[1] > 3 * tokens[0]
     # Gradients, metrics and weights of every step.
-    assert len(alone["gradients"]) == 3 and max(float(g.norm()) for g in alone["gradients"] if g is not None) > 0
+    assert len(alone["gradients"]) >= 3 and max(float(g.norm()) for g in alone["gradients"] if g is not None) > 0
     for mine in (first, second):
         for kind in ("gradients", "critic_gradients"):
             for a, b in zip(alone[kind], mine[kind], strict=True):
@@ -118,9 +118,22 @@ def test_the_cases_put_unequal_tokens_and_split_groups_on_the_ranks(launched: Pa
 
 def test_a_run_of_two_processes_goes_on_exactly(launched: Path) -> None:
     for rank in (0, 1):
-        for name in ("resumed", "resumed-critic"):
+        for name in ("resumed", "resumed-critic", "resumed-sampling"):
             whole, again = torch.load(launched / f"{name}-{rank}.pt")
             assert torch.equal(whole, again)
+
+
+@pytest.mark.parametrize("name", [name for name in parallel.CASES if name.startswith("resampled")])
+def test_the_cases_resample_in_several_rounds_and_carry(name: str, launched: Path) -> None:
+    ranks = [torch.load(launched / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    log = [entry for entry in ranks[0]["logs"] if "sampling/rounds" in entry]
+    if name == "resampled_short":  # one round each: (0 1 2) (3 4 5) (6 7 8) (9 10 11)
+        assert [entry["sampling/trained_groups"] for entry in log] == [2, 1, 2, 3]
+        return
+    assert [entry["sampling/rounds"] for entry in log[:3]] == [2, 2, 1]
+    assert [entry["sampling/carried_groups"] for entry in log[:3]] == [0, 0, 2]
+    # Two groups are 8 rows: 6 on the first process, 2 on the second.
+    assert [int(rank["own_carried"][2].sum()) for rank in ranks] == [6, 2]
 
 
 def test_the_cases_warm_up_and_stop(launched: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn import functional
 
 from trl_variants.errors import VariantError
 
@@ -63,10 +64,12 @@ def join(parts: Sequence[Rows], pad_id: int) -> Rows:
     Raises:
         VariantError: A part lacks an entry that every rollout has.
     """
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: _joined(name, [part.get(name) for part in parts], [count(p) for p in parts], pad_id) for name in names
+    examples = {name: value for part in parts for name, value in part.items()}
+    columns = {
+        name: [part[name] if name in part else _absent(name, example, part) for part in parts]
+        for name, example in examples.items()
     }
+    return {name: _joined(values, name, pad_id) for name, values in columns.items()}
 
 
 def trim(rows: Rows, multiple: int | None = None) -> Rows:
@@ -135,24 +138,26 @@ def _padding(name: str, pad_id: int) -> float:
     return pad_id if name in _IDS else int(name == "tool_mask")
 
 
-def _joined(name: str, values: list[Any], counts: list[int], pad_id: int) -> Any:
-    given = next(value for value in values if value is not None)
-    if isinstance(given, list):
-        return [item for value, rows in zip(values, counts, strict=True) for item in (value or [None] * rows)]
-    if any(value is None for value in values) and name not in _ABSENT:
+def _absent(name: str, example: Any, rows: Rows) -> Any:
+    """What stands for an entry that these rows lack, and that others have like ``example``."""
+    if isinstance(example, list):
+        return [None] * count(rows)
+    if name not in _ABSENT:
         raise VariantError(f"Rows with and without {name} cannot be joined.")
-    if given.dim() == 1:
-        absent = [given.new_full((rows,), _ABSENT.get(name, 0)) for rows in counts]
-        return torch.cat([a if value is None else value for value, a in zip(values, absent, strict=True)])
-    width = max(value.shape[1] for value in values if value is not None)
-    whole = given.new_full((sum(counts), width), _padding(name, pad_id))
-    start = 0
-    for value, rows in zip(values, counts, strict=True):
-        if value is None:
-            whole[start : start + rows] = _ABSENT[name]
-        elif name in _PROMPTS:
-            whole[start : start + rows, width - value.shape[1] :] = value
-        else:
-            whole[start : start + rows, : value.shape[1]] = value
-        start += rows
-    return whole
+    shape = rows["completion_ids"].shape if name in _PER_TOKEN else (count(rows),)
+    return example.new_full(shape, _ABSENT[name])
+
+
+def _joined(values: list[Any], name: str, pad_id: int) -> Any:
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if values[0].dim() == 1:
+        return torch.cat(values)
+    width = max(value.shape[1] for value in values)
+    first = name in _PROMPTS
+    padded = [
+        functional.pad(value, (gap, 0) if first else (0, gap), value=_padding(name, pad_id))
+        for value in values
+        for gap in (width - value.shape[1],)
+    ]
+    return torch.cat(padded)
