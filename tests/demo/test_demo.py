@@ -103,10 +103,10 @@ def test_ppo_trains_with_one_completion_per_question_and_every_step_is_reported(
 
 def test_variants_of_several_epochs_get_half_as_many_rollouts_by_default():
     plan = {name: runner_module._plan(DemoSettings(variant=name), resolve(name)) for name in ("dapo", "ppo", "a2c")}
-    assert {name: (p.steps, p.num_generations, p.batch) for name, p in plan.items()} == {
-        "dapo": (300, 8, 128),
-        "ppo": (600, 1, 128),
-        "a2c": (300, 1, 128),
+    assert {name: (p.steps, p.num_generations, p.batch, p.max_rounds) for name, p in plan.items()} == {
+        "dapo": (300, 8, 128, 3),
+        "ppo": (600, 1, 128, None),
+        "a2c": (300, 1, 128, None),
     }
 
 

@@ -46,6 +46,10 @@ def test_the_header_names_model_task_variant_and_loss():
     assert "reverse strings" in text
     assert re.search(r"variant\s+dapo", text)
     assert re.search(r"loss\s+ℒ = .*clip", text, re.DOTALL)
+    # How many of the groups drawn are kept; those trained on all carry signal.
+    assert re.search(r"step +reward +KL +length +clipped +entropy +signal", text)
+    masking = resolve("dapo", {"sampling": "mask"})
+    text = shown(lambda display: display.started(DemoSettings(), masking, ABOUT, 10))
     assert re.search(r"step +reward +KL +length +clipped +entropy +no signal", text)
     assert "coin" not in text
 

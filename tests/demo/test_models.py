@@ -37,7 +37,7 @@ def test_a_gguf_file_becomes_a_float32_model_that_can_be_trained_and_saved(gguf_
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_model_from_a_folder_trains_on_a_reasoning_gym_task(gguf_folder, tmp_path, chat):
     folder = str(gguf_folder) if chat else llama_folder(tmp_path / "plain")
-    settings = DemoSettings(model=folder, task="chain_sum", steps=2, max_completion_length=4, learning_rate=1e-3)
+    settings = DemoSettings(model=folder, task="chain_sum", steps=2, max_completion_length=4, learning_rate=1e-2)
     result = run_demo(settings)
     assert len(result.history) == 2
     assert result.before.samples[0].question.startswith("State the final answer")

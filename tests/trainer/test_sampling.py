@@ -136,10 +136,11 @@ def test_at_the_limit_it_trains_on_what_there_is(tmp_path: Any, caplog: pytest.L
     assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 4
 
 
-def test_without_any_kept_group_the_step_trains_on_nothing(tmp_path: Any) -> None:
+def test_without_any_kept_group_the_step_trains_on_nothing(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     trainer = resampled(tmp_path, (), max_rounds=3, max_steps=2)
     assert torch.equal(runs.weights(trainer.model), runs.weights(tiny.model()))
     assert [entry["sampling/rounds"] for entry in trainer.logs] == [3, 3]
+    assert caplog.text.count("reached with 0 of 2 groups") == 1  # said once, and counted for every rollout
     for index in range(2):
         log = trainer.logs[index]
         assert (log["loss"], log["grad_norm"], log["sampling/trained_tokens"], log["keep_ratio"]) == (0, 0, 0, 0)

@@ -26,8 +26,9 @@ COLUMNS = (
     ("clipped", "clip_ratio/region_mean", "{:.1%}"),
     ("entropy", "entropy", "{:.3f}"),
 )
-#: One more: how much the comparison teaches, within a prompt's group or with a critic.
+#: One more: how much the comparison teaches, within a prompt's group (of those trained on, or drawn) or with a critic.
 GROUP_COLUMN = ("no signal", "frac_reward_zero_std", "{:.0%}")
+RESAMPLED_COLUMN = ("signal", "sampling/kept_ratio", "{:.0%}")
 CRITIC_COLUMN = ("explained", "explained_variance", "{:.2f}")
 ABSENT = "—"
 WIDTH = 9
@@ -69,7 +70,8 @@ class Display(Reporter):
             header.add_row(name, value)
         self._console.print(header)
         self._console.print()
-        self._columns = (*COLUMNS, CRITIC_COLUMN if recipe.variant.critic else GROUP_COLUMN)
+        last = RESAMPLED_COLUMN if recipe.variant.sampling == "resample" else GROUP_COLUMN
+        self._columns = (*COLUMNS, CRITIC_COLUMN if recipe.variant.critic else last)
         titles = "".join(f"{title:>{WIDTH + 1}}" for title, _, _ in self._columns)
         self._console.print(Text(f"{'step':>5}{titles}", style="bold"))
         self._every = settings.logging_steps

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 __all__ = ["no_telemetry", "quiet"]
 
-_LOGGERS = ("transformers", "trl", "accelerate", "datasets", "huggingface_hub", "torch")
+_LOGGERS = ("transformers", "trl", "accelerate", "datasets", "huggingface_hub", "torch", "trl_variants")
 
 
 def no_telemetry() -> None:

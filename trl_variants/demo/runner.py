@@ -39,6 +39,7 @@ class _Plan:
     cpu: bool
     bf16: bool
     samples_per_question: int
+    max_rounds: int | None = 3  # of a variant that resamples: once the task is learned, every rollout takes them all
 
 
 #: A minute on two cores; a model this small is faster there than on a GPU, and the same everywhere.
@@ -144,6 +145,7 @@ def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
         batch=max(1, round(plan.batch / generations)) * generations,  # whole groups
         cpu=cpu,
         bf16=plan.bf16 and has_bf16(cpu),
+        max_rounds=plan.max_rounds if variant.sampling == "resample" else None,
     )
 
 
@@ -226,6 +228,7 @@ def _trainer(
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=plan.steps // 10,
             num_generations=plan.num_generations,
+            max_rounds=plan.max_rounds,
             per_device_train_batch_size=plan.batch,
             max_completion_length=task.max_completion_length,
             seed=settings.seed,

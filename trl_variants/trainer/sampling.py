@@ -75,6 +75,7 @@ class Resampler:
         self._prompts = PromptStream(trainer.train_dataset, seed=args.seed, shuffle=trainer.shuffle_dataset)
         self._surplus = Surplus(self._limits.max_carry_age, self._generations)
         self._columns = None
+        self._warned = False
         if args.remove_unused_columns:
             trainer._set_signature_columns_if_needed()
             self._columns = set(trainer._signature_columns)
@@ -114,12 +115,15 @@ class Resampler:
         selected = take(whole, [*range(trained * size), *range(found * size, (found + filled) * size)])
         dropped += self._hold(take(whole, range(trained * size, found * size)))
         if filled:
-            logger.warning(
-                "max_rounds (%d) reached with %d of %d groups kept by the filters; training on these.",
+            logger.log(
+                logging.INFO if self._warned else logging.WARNING,
+                "max_rounds (%d) reached with %d of %d groups kept by the filters; training on these. Said once; the "
+                "log has sampling/trained_groups.",
                 rounds,
                 trained,
                 self._groups,
             )
+            self._warned = True
         selection = Selection(selected["keep"].to(trainer.accelerator.device), rows=(trained or self._groups) * size)
         logs.write(
             take(selected, range(selection.rows)),
