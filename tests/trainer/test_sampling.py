@@ -381,6 +381,35 @@ def test_tools_and_an_engines_log_probs_go_along(tmp_path: Any, unshuffled: None
     assert trainer.logs[1]["sampling/trained_tokens"] == lengths.sum()
 
 
+def test_fresh_rows_have_ratio_1_in_half_precision_too(tmp_path: Any, unshuffled: None) -> None:
+    model = tiny.model(dtype=torch.bfloat16)
+    trainer = resampled(tmp_path, CARRYING, options={"rollout_func": runs.scripted()}, model=model, learning_rate=0.05)
+    carried, fresh = (batch for batch, *_ in trainer.spy.batches[2:])
+    assert torch.equal(fresh.log_probs, fresh.old_log_probs)
+    assert not torch.equal(carried.log_probs, carried.old_log_probs)
+
+
+def test_conversations_go_along_and_come_back_from_a_checkpoint(tmp_path: Any) -> None:
+    texts = tiny.dataset(20)["prompt"]
+    talks = [[{"role": "user", "content": text}] for text in texts]
+    data = tiny.dataset(20).remove_columns("prompt").add_column("prompt", talks)
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return runs.scripted()([talk[0]["content"] for talk in prompts], trainer)
+
+    more = {"save_strategy": "steps", "save_steps": 1}
+    options = {"train_dataset": data, "rollout_func": rollout}
+    whole = resampled(tmp_path, CARRYING, options=options, **more)
+    again = built(tmp_path, CARRYING, options=options, **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert torch.equal(runs.weights(again.model), runs.weights(whole.model))
+    for trainer in (whole, again):
+        assert list(trainer._logs["prompt"]) == [talks[n] for n in (3, 5) for _ in range(4)]
+        written = [runs.completion(texts[n], i) for n in (3, 5) for i in range(4)]
+        decoded = tiny.tokenizer().batch_decode(written, skip_special_tokens=True)
+        assert list(trainer._logs["completion"]) == [[{"role": "assistant", "content": text}] for text in decoded]
+
+
 # -- what is logged ------------------------------------------------------------------------------------------------
 
 
