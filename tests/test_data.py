@@ -173,3 +173,13 @@ def test_make_rollout_and_make_batch_fill_in_what_is_left_out() -> None:
     batch = make_batch(advantages=[1.0, -1.0], lengths=[1, 3], max_length=8)
     assert batch.log_probs.tolist() == [[-1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]
     assert dataclasses.astuple(batch.totals) == (4.0, 2.0, 2.0, 1, 8)
+
+
+def test_the_first_rows_of_a_rollout_are_a_rollout() -> None:
+    whole = make_rollout([1.0, 2.0, 3.0, 4.0], group_size=2, lengths=[1, 2, 3, 1], values=torch.arange(12.0).view(4, 3))
+    first = whole.first(2)
+    assert first.rewards.tolist() == [1, 2] and first.group_ids.tolist() == [0, 0]
+    assert first.mask.shape == (2, 3) and first.rewards_per_func.shape == (2, 1)
+    assert torch.equal(first.values, whole.values[:2]) and first.log_probs is None
+    assert torch.equal(first.reward_weights, whole.reward_weights) and first.max_length == whole.max_length
+    assert whole.first(4).rewards.tolist() == whole.rewards.tolist()

@@ -301,3 +301,34 @@ def test_a_stateful_component_must_return_its_new_state() -> None:
     with pytest.raises(VariantError) as error:
         around(advantage_estimator=forgets)
     assert str(error.value) == ("advantage_estimator 'forgets' names state, so it must return (output, new_state).")
+
+
+# -- what the filters keep --------------------------------------------------------------------------------------------
+
+
+@component
+def every_second_time(rewards: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    calls = state.get("calls", 0)
+    return torch.full_like(rewards, calls % 2 == 1, dtype=torch.bool), {"calls": calls + 1}
+
+
+def test_keep_is_what_the_filters_say_of_the_raw_rewards() -> None:
+    # Groups (0.5, 0.5) and (0, 1); the penalty of the shaper makes the first differ, too late. The last is cut.
+    rollout = make_rollout(
+        [0.5, 0.5, 0.0, 1.0], group_size=2, lengths=[1, 9, 5, 10], max_length=10, truncated=[False, False, False, True]
+    )
+    recipe = of("dapo", sample_filter=["zero_variance", "truncated"])
+    assert recipe.keep(rollout).tolist() == recipe.advantages(rollout).keep.tolist() == [False, False, True, False]
+    assert of("grpo").keep(rollout).all()  # without a filter
+
+
+def test_keep_changes_no_state_and_what_was_kept_before_stays_kept() -> None:
+    recipe = around(sample_filter=every_second_time)
+    key, rollout = "sample_filter.every_second_time", make_rollout([1.0, 2.0, 3.0])
+    states = {key: {"calls": 1}}
+    assert recipe.keep(rollout, states=states).all() and states == {key: {"calls": 1}}
+    assert not recipe.keep(rollout).any()
+    given = torch.tensor([True, False, True])
+    result = recipe.advantages(rollout, keep=given)
+    assert result.keep.tolist() == given.tolist()  # the filter, asked here, drops all
+    assert result.states == {key: {"calls": 1}}  # and its state moves on
