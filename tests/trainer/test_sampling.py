@@ -307,7 +307,12 @@ def test_groups_that_waited_too_long_are_dropped_and_counted(
     assert [entry["sampling/carried_groups"] for entry in trainer.logs[2:]] == [1 - n for n in rounds]
     assert trainer.logs[2]["num_tokens"] == trainer.logs[1]["num_tokens"]  # nothing was generated
     waiting = trainer.resampler.state()["surplus"]
-    assert (waiting is None) if age != 2 else (waiting["age"].tolist() == [2] * 4)
+    assert (waiting is None) == (age != 2)
+    if waiting:  # 15 still waits, with the log-probs that it got when it was generated
+        saved = torch.load(tmp_path / "checkpoint-2" / "variant_state.pt", weights_only=True)["sampling"]["surplus"]
+        width = waiting["carried_log_probs"].shape[1]
+        assert waiting["prompt"] == saved["prompt"][8:] and waiting["age"].tolist() == [2] * 4
+        assert torch.equal(waiting["carried_log_probs"], saved["carried_log_probs"][8:, :width])
 
 
 def test_kl_in_the_reward_of_carried_rows_is_of_the_policy_that_generated_them(tmp_path: Any) -> None:
@@ -527,6 +532,18 @@ def test_an_iterable_dataset_gives_the_same_run(tmp_path: Any) -> None:
     assert [prompts(o) for o in streamed.generated] == [prompts(o) for o in mapped.generated]
     assert torch.equal(runs.weights(streamed.model), runs.weights(mapped.model))
     assert mapped.resampler.state()["prompts"] == streamed.resampler.state()["prompts"]
+
+
+def test_what_a_rollout_function_adds_to_a_row_is_that_rows_own(tmp_path: Any) -> None:
+    seen = []
+
+    def reward(place: list[int], **_: Any) -> list[float]:
+        seen.append(place)
+        return [float(i % 2) for i in place]
+
+    fields = {"place": lambda prompt, index, tokens: index}
+    resampled(tmp_path, (), rewards=reward, fields=fields, max_steps=1)
+    assert seen == [[0, 1, 2, 3] * 2]
 
 
 def test_unused_columns_are_removed_where_asked(tmp_path: Any) -> None:
