@@ -22,7 +22,7 @@ from tests import tiny
 from tests.trainer import runs
 from tests.trainer.test_adapters import LORA, base_weights
 from trl_variants import VariantError
-from trl_variants.trainer.critic_model import backbone_of
+from trl_variants.trainer.forward import RowForward, backbone_of
 
 SHARED = {"critic": "shared"}
 KINDS = {"separate": {}, "shared": SHARED}
@@ -41,22 +41,22 @@ def ppo(
 
 
 class Positions(nn.Module):
-    """A backbone whose state is the number of its position, counted from the first token that is no padding."""
+    """A backbone whose state is the number of its position."""
 
     def __init__(self, like: Any) -> None:
         super().__init__()
         self.config = like.config
 
-    def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
-        place = attention_mask.cumsum(1).float() - 1
-        return SimpleNamespace(last_hidden_state=place[..., None].expand(*place.shape, 16))
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        place = torch.arange(input_ids.shape[1]).float()
+        return SimpleNamespace(last_hidden_state=place[None, :, None].expand(*input_ids.shape, 16))
 
     gradient_checkpointing_enable = gradient_checkpointing_disable = lambda self, **_: None
     is_gradient_checkpointing = False
 
 
 def test_a_value_is_read_at_the_position_that_predicts_its_token(tmp_path: Any) -> None:
-    trainer = ppo(tmp_path, options={"rollout_func": runs.scripted()}, max_steps=1)
+    trainer = ppo(tmp_path, options={"rollout_func": runs.scripted()}, max_steps=1, share_prompts="never")
     critic = trainer.critic.model
     critic.backbone = Positions(critic.backbone)
     with torch.no_grad():
@@ -95,6 +95,7 @@ def test_a_shared_critic_reads_the_states_of_the_policys_own_forward(checkpointi
     start = copy.deepcopy(trainer.model)
     start.__dict__.pop("forward", None)
     forwards = []
+    trainer._passes.may_share(trainer.model.base_model)
     trainer.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     loss = trainer.spy.loss
     counts: list[int] = []
@@ -386,9 +387,10 @@ def test_dropout_moves_no_value_of_the_rollout(tmp_path: Any) -> None:
     batch = trainer.spy.batches[0][0]
     assert trainer.critic.model.training
     output = trainer.generated[0]
-    again = trainer.critic.score(output, [], 4)[0]
+    layout = RowForward.of(output, last=True)
+    again = trainer.critic.score(layout, [])[0]
     assert not torch.equal(batch.values, batch.old_values)  # learned with dropout, as the policy is
-    assert torch.equal(again, trainer.critic.score(output, [], 4)[0])  # scored without
+    assert torch.equal(again, trainer.critic.score(layout, [])[0])  # scored without
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
-from trl_variants.trainer.config_checks import check_engine, check_learning, check_schedule
+from trl_variants.trainer.config_checks import check_engine, check_layout, check_learning, check_schedule
 from trl_variants.variant import KL, Use, Variant
 
 __all__ = ["VariantConfig"]
@@ -65,6 +65,15 @@ class VariantConfig(GRPOConfig):
         target_kl (`float`, *optional*):
             Stop the updates of a rollout once KL(old policy, policy), estimated over a whole optimizer step, passes
             this, in nats per token.
+        shuffle (`str`, *optional*, defaults to `"rows"`):
+            What is shuffled before a rollout is cut into mini-batches: `"rows"`, or `"groups"`, which keeps the
+            completions of a prompt in one mini-batch where they fit.
+        cut_micro_batches (`bool`, *optional*, defaults to `True`):
+            Cut each optimizer step into its micro-batches so that the least padding is computed. Rows per micro-batch
+            then differ; none holds more tokens than `per_device_train_batch_size` rows of the longest.
+        share_prompts (`str`, *optional*, defaults to `"auto"`):
+            Compute each distinct prompt of a micro-batch once and its completions on top: `"auto"` where it costs
+            less, `"always"` wherever the model can, `"never"`.
         critic_model (`str`, *optional*):
             Where a separate critic starts from: a folder or id of a model, or the `critic` folder of a checkpoint.
             Default: the reward model where there is one, else the policy.
@@ -114,6 +123,21 @@ class VariantConfig(GRPOConfig):
     critic_max_grad_norm: float | None = field(default=None, metadata={"help": "Default: max_grad_norm."})
     critic_warmup_steps: int | None = field(
         default=None, metadata={"help": "First optimizer steps, in which the critic alone learns. Default: 0."}
+    )
+
+    # How a rollout is laid out and computed; the numbers are the same.
+    shuffle: str = field(
+        default="rows",
+        metadata={
+            "help": "What is shuffled before mini-batches are cut: rows, or groups, which keeps prompts together."
+        },
+    )
+    cut_micro_batches: bool = field(
+        default=True, metadata={"help": "Cut each optimizer step into micro-batches with the least padding."}
+    )
+    share_prompts: str = field(
+        default="auto",
+        metadata={"help": "Compute each distinct prompt of a micro-batch once: auto (by cost), always or never."},
     )
 
     # The variant alone.
@@ -170,6 +194,7 @@ class VariantConfig(GRPOConfig):
             super().__post_init__()
         check_schedule(self)
         check_learning(self)
+        check_layout(self)
         rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property

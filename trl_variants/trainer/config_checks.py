@@ -7,12 +7,12 @@ import os
 from math import gcd
 from typing import TYPE_CHECKING
 
-from trl_variants.errors import VariantError
+from trl_variants.errors import VariantError, did_you_mean, listing
 
 if TYPE_CHECKING:
     from trl_variants.trainer.config import VariantConfig
 
-__all__ = ["check_engine", "check_learning", "check_schedule"]
+__all__ = ["check_engine", "check_layout", "check_learning", "check_schedule"]
 
 _CRITIC = ("critic_model", "critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps")
 
@@ -71,6 +71,18 @@ def check_schedule(config: VariantConfig) -> None:
             f"gradient_accumulation_steps {accumulation} makes {updates}. Set num_iterations: 1 and "
             f"steps_per_generation: {accumulation}, or use a variant with a clip rule."
         )
+
+
+def check_layout(config: VariantConfig) -> None:
+    """Check how a rollout is laid out.
+
+    Raises:
+        VariantError: A value is not one of the choices.
+    """
+    for name, choices in (("shuffle", ("rows", "groups")), ("share_prompts", ("auto", "always", "never"))):
+        value = getattr(config, name)
+        if value not in choices:
+            raise VariantError(f"{name} must be {listing(choices)}, not {value!r}.{did_you_mean(str(value), choices)}")
 
 
 def check_learning(config: VariantConfig) -> None:

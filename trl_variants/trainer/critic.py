@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_variants.errors import VariantError
-from trl_variants.trainer.compat import VISION_INPUTS
-from trl_variants.trainer.critic_model import (
-    WEIGHTS,
-    ValueHead,
-    backbone_of,
-    build_separate,
-    captured_states,
-    hidden_size,
-)
+from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, hidden_size
+from trl_variants.trainer.forward import RowForward, backbone_of
 
 __all__ = ["Critic", "StepCritic"]
 
@@ -67,57 +61,41 @@ class Critic:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def watching(self, inputs: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+    def watching(self) -> AbstractContextManager[list[Tensor]]:
         """Collect, while the context lasts, what a shared critic needs of the policy's forward."""
-        if not self.shared:
-            return nullcontext([])
-        return captured_states(self._backbone, inputs["completion_ids"].size(1))
+        return captured_states(self._backbone) if self.shared else nullcontext([])
 
-    def values(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+    def values(self, layout: RowForward, states: list[Tensor]) -> Tensor:
         """(B, T) values now, with gradient.
 
         Args:
-            inputs: A micro-batch.
+            layout: The rows of a micro-batch.
             states: What `watching` collected.
         """
         self.model.train(self._trainer.model.training)
         # Gradients of a step's earlier micro-batches stay local until its last one.
         last = self._accelerator.sync_gradients or not self.model.training
         with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
-            return self._forward(inputs, states)[:, :-1]
+            return layout.scatter(self._forward(layout, states))
 
-    def score(self, inputs: dict[str, Any], states: list[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        """(N, T) values and the (N,) value after the last token, without gradient and without dropout.
+    def score(self, layout: RowForward, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, T) values and the (B,) value after the last token, without gradient and without dropout.
 
         Args:
-            inputs: A rollout of this process.
+            layout: Rows of a rollout, the states after their last tokens included.
             states: What `watching` collected.
-            size: Rows of a forward.
-
-        Raises:
-            VariantError: The rows hold images, and the critic is separate.
         """
-        if not self.shared and any(inputs.get(name) is not None for name in VISION_INPUTS):
-            raise VariantError("A separate critic reads text only. Use variant_overrides: {critic: shared}.")
         self.model.eval()
-        rows = range(0, len(inputs["completion_ids"]), size)
         with torch.no_grad(), self._no_checkpointing():
-            if self.shared:
-                values = self._forward(inputs, states)
-            else:
-                values = torch.cat([self._forward(_rows(inputs, i, i + size), []) for i in rows])
-        lengths = inputs["completion_mask"].sum(1)
-        return values[:, :-1], values.gather(1, lengths[:, None])[:, 0]
+            values = self._forward(layout, states)
+        return layout.scatter(values), layout.last(values)
 
-    def _forward(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+    def _forward(self, layout: RowForward, states: list[Tensor]) -> Tensor:
         if self.shared:
-            shared: Tensor = self._wrapped(torch.cat(states))
-            return shared
-        values: Tensor = self._wrapped(
-            inputs["completion_ids"].size(1),
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        )
+            values: Tensor = self._wrapped(states[-1])
+        else:
+            can_share = layout.shared and self._trainer._passes.may_share(self.model.backbone)  # type: ignore[arg-type]
+            values = self._wrapped(layout if can_share == layout.shared else replace(layout, shared=False))
         return values
 
     def _no_checkpointing(self) -> AbstractContextManager[Any]:
@@ -222,8 +200,3 @@ class StepCritic(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Step, and log."""
         self._trainer._log_metrics("train", self._trainer.critic.step())
-
-
-def _rows(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    return {name: inputs[name][start:stop] for name in names}

@@ -1,8 +1,7 @@
 """The critic's modules: a value per token from a model of its own, or from a head on the policy's backbone.
 
-V_t is read at the position that predicts token t: for a prompt of P tokens that is position P - 1 + t, whose state has
-seen the tokens before t and not t itself. So T completion tokens give T + 1 values; the last is the value after the
-last token, from which a completion that was cut may bootstrap.
+V_t is read at the state that predicts token t, which has seen the tokens before t and not t itself. The state after the
+last token gives one more value, from which a completion that was cut may bootstrap.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from transformers import (
 from trl.trainer.utils import get_config_model_id
 
 from trl_variants.errors import VariantError
+from trl_variants.trainer.forward import RowForward, backbone_of
 
-__all__ = ["WEIGHTS", "SeparateCritic", "ValueHead", "backbone_of", "build_separate", "captured_states"]
+__all__ = ["WEIGHTS", "SeparateCritic", "ValueHead", "build_separate", "captured_states", "hidden_size"]
 
 #: Models whose head gives values: reward models, and the value models of other trainers.
 _VALUED = {
@@ -53,7 +53,7 @@ class ValueHead(nn.Module):
                 self.bias.copy_(bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, T + 1, H) states to (B, T + 1) values."""
+        """(·, H) states to (·) values."""
         with torch.autocast(states.device.type, enabled=False):
             return nn.functional.linear(states.float(), self.weight, self.bias)[..., 0]
 
@@ -66,18 +66,10 @@ class SeparateCritic(nn.Module):
         self.backbone = backbone
         self.head = head
 
-    def forward(self, tokens: int, **inputs: Any) -> Tensor:
-        """(B, T + 1) values for completions of ``tokens`` tokens."""
-        states = self.backbone(**inputs, use_cache=False).last_hidden_state
-        values: Tensor = self.head(states[:, -tokens - 1 :])
+    def forward(self, layout: RowForward) -> Tensor:
+        """(1, n) values at the states of a layout."""
+        values: Tensor = self.head(layout.states(self.backbone).last_hidden_state)
         return values
-
-
-def backbone_of(policy: Any) -> nn.Module:
-    """The transformer below the language-model head, with its adapters."""
-    model = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    backbone: nn.Module = model.base_model
-    return backbone
 
 
 def hidden_size(backbone: Any) -> int:
@@ -86,15 +78,15 @@ def hidden_size(backbone: Any) -> int:
 
 
 @contextmanager
-def captured_states(backbone: nn.Module, tokens: int) -> Iterator[list[Tensor]]:
-    """Collect the (B, T + 1, H) last hidden states of every forward of the backbone, with their gradient.
+def captured_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the (1, n, H) states of every forward of the backbone, with their gradient.
 
     A hook on the backbone as a whole fires once per forward, also under gradient checkpointing: that recomputes layers.
     """
     states: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
-        states.append(output.last_hidden_state[:, -tokens - 1 :])
+        states.append(output.last_hidden_state)
 
     handle = backbone.register_forward_hook(keep)
     try:

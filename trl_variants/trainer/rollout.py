@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from trl_variants.components.masked import masked_mean
 from trl_variants.data import Rollout
+from trl_variants.errors import VariantError
 from trl_variants.recipe import AdvantageResult
 from trl_variants.trainer.batch import gather_rows, local_rows
 
@@ -62,14 +62,16 @@ def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
     """Add what the frozen models and the critic say: log-probs and values, without gradient."""
     args, critic, recipe = trainer.args, trainer.critic, trainer.recipe
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    rows = {**output, "loss_mask": loss_mask(output)}
+    if critic and trainer._passes.by_trl(output):
+        raise VariantError("A critic goes with neither images nor prompt tuning in this release.")
     if trainer.reference:
         with trainer.reference.scored() as model:
-            output["ref_per_token_logps"] = trainer._score(model, output, size)
-    with critic.watching(output) if critic else nullcontext([]) as states:
-        if recipe.needs_rollout_log_probs or (critic and critic.shared):
-            output["rollout_log_probs"] = trainer._score(trainer.model, output, size)
-    if critic:
-        output["old_values"], output["final_values"] = critic.score(output, states, size)
+            output["ref_per_token_logps"] = trainer._passes.score(model, rows, size)["log_probs"]
+    if recipe.needs_rollout_log_probs or critic:
+        scored = trainer._passes.score(trainer.model, rows, size, critic=critic)
+        output["rollout_log_probs"] = scored.pop("log_probs")
+        output |= {"old_values": scored["values"], "final_values": scored["final_values"]} if critic else {}
 
 
 def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None:

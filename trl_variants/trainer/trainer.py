@@ -17,7 +17,6 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from trl_variants.data import Batch
@@ -29,6 +28,7 @@ from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import Critic, StepCritic
 from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
+from trl_variants.trainer.passes import Passes
 from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
 from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
@@ -85,6 +85,7 @@ class VariantTrainer(GRPOTrainer):
         self.recipe = args.recipe
         self._skip_scoring = False
         self._rewards_per_func: Tensor | None = None
+        self._passes = Passes(self)
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else reward_funcs,
@@ -167,7 +168,7 @@ class VariantTrainer(GRPOTrainer):
         if fresh:
             self._phase = LearningPhase(self)
             self._phase.begin()
-        return inputs
+        return self._buffered_inputs[self._step % self.args.steps_per_generation] if training else inputs
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -204,21 +205,19 @@ class VariantTrainer(GRPOTrainer):
         warming = mode == "train" and self.state.global_step < (self.args.critic_warmup_steps or 0)
         with (
             torch.set_grad_enabled(torch.is_grad_enabled() and not warming),
-            self.critic.watching(inputs) if self.critic else nullcontext([]) as states,
+            self.critic.watching() if self.critic else nullcontext([]) as states,
         ):
-            log_probs, entropies, aux_loss = self._forward(
-                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-            )
+            scored = self._passes.forward(model, inputs)
         batch = Batch(
-            log_probs=log_probs,
-            entropies=entropies,
+            log_probs=scored.log_probs,
+            entropies=scored.entropies,
             mask=inputs["loss_mask"],
             advantages=inputs["advantages"],
             totals=inputs["totals"] if "totals" in inputs else self._phase.totals([[inputs]])[0],
             old_log_probs=inputs.get("old_per_token_logps"),
             ref_log_probs=inputs.get("ref_per_token_logps"),
             sampling_log_probs=inputs.get("sampling_per_token_logps"),
-            values=self.critic.values(inputs, states) if self.critic else None,
+            values=self.critic.values(scored.layout, states) if self.critic else None,
             old_values=inputs.get("old_values"),
             returns=inputs.get("returns"),
             rewards=inputs["rewards"],
@@ -235,8 +234,8 @@ class VariantTrainer(GRPOTrainer):
         loss = result.loss * self.accelerator.num_processes  # DDP averages gradients; the shares are to be summed
         if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
-            loss = loss + self.router_aux_loss_coef * aux_loss / window
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+            loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
+            self._metrics[mode]["aux_loss"].append(self.accelerator.gather(scored.aux_loss.detach()).mean().item())
         self._monitors[mode].add(result.metrics | sampling_metrics(batch, self.recipe))
         if mode == "eval":
             self._log_metrics(mode, self._monitors[mode].flush())
@@ -254,21 +253,21 @@ class VariantTrainer(GRPOTrainer):
             return None, None, None
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def _forward(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
-        return self._get_per_token_logps_and_entropies(
+    def forward_by_trl(
+        self, model: Any, inputs: dict[str, Any], entropy: bool, aux: bool, size: int | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's own scoring forward, for rows with images."""
+        scored: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
+            batch_size=size,
+            compute_entropy=entropy,
+            compute_aux_loss=aux,
             **{name: inputs[name] for name in VISION_INPUTS if inputs.get(name) is not None},
-            **kwargs,
         )
-
-    def _score(self, model: Any, inputs: dict[str, Any], size: int) -> Tensor:
-        """(·, T) log-probs without gradient, ``size`` rows at a time."""
-        kwargs = self.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
-            return self._forward(model, inputs, batch_size=size)[0]
+        return scored
 
     # -- logging and checkpoints ------------------------------------------------------------------------------------
 
