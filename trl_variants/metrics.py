@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_variants.components.kl import k3
 from trl_variants.components.masked import counted, group_table, is_constant, masked_sum, select
-from trl_variants.components.regularizers import value_clipped
+from trl_variants.components.regularizers import value_clipped, value_loss
 from trl_variants.data import Batch, ClipResult, Metric, Rollout
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def of_rollout(x: Workspace, rollout: Rollout, returns: Tensor | None = None) ->
     if x["kl"] is not None:
         out |= _kl(x, rollout.mask)
     if returns is not None and rollout.values is not None:
-        out |= _of_values(rollout.values, returns, rollout.mask & rollout.scored[:, None])
+        out |= _of_values(rollout.values, returns, rollout.mask & (rollout.scored & x["keep"])[:, None])
     return out
 
 
 def _of_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, Metric]:
     """How well the critic knew the returns of this rollout: 1 - Var(R - V) / Var(R); 1 is perfect, 0 is a constant."""
     spread, error = _variance(returns, mask), _variance(returns - values, mask)
-    known = spread > 0
+    known = ~is_constant(returns.masked_fill(~mask, torch.nan).view(1, -1))[0] & mask.any()
     explained = 1 - error / torch.where(known, spread, 1.0)
     return {
         "values/mean": _mean(values, mask),
@@ -94,15 +94,16 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
             out[f"clip_ratio/{name}_{reduce}"] = _extreme(clipped[name], batch.mask, reduce)
     if x["kl"] is not None:
         out |= _kl(x, batch.mask)
-    return out | _value_clips(x, batch) | {name: _mean(term, batch.mask) for name, term in terms.items()}
+    out |= _value_clips(x, batch)
+    named = {name if name not in out else f"regularizer/{name}": term for name, term in terms.items()}
+    return out | {name: _mean(term, batch.mask) for name, term in named.items()}
 
 
 def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
     """Share of the tokens where the clip of a value loss takes the gradient away."""
     for bound, _ in x.outputs:
-        if bound.slot == "regularizer" and {"values", "old_values", "returns"} <= set(bound.info.inputs):
-            clip = bound.parameters.get("clip")
-            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=clip)
+        if bound.info.function is value_loss:
+            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=bound.parameters["clip"])
             mask = batch.mask if batch.scored is None else batch.mask & batch.scored[:, None]
             return {"clip_ratio/value": _mean(where.float(), mask)}
     return {}

@@ -15,7 +15,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_variants.errors import VariantError
-from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, hidden_size
+from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, check_backbone
 from trl_variants.trainer.forward import RowForward, backbone_of
 
 __all__ = ["Critic", "StepCritic"]
@@ -47,7 +47,8 @@ class Critic:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self._backbone = backbone_of(policy)
         if self.shared:
-            self.model: nn.Module = ValueHead(hidden_size(self._backbone))
+            width = check_backbone(self._backbone, len(trainer._tokenizer), "the policy")
+            self.model: nn.Module = ValueHead(width)
         else:
             separate = build_separate(trainer, critic_model, peft_config)
             if args.disable_dropout:
@@ -123,8 +124,15 @@ class Critic:
         self._optimizer = cls(groups, **{**kwargs, "lr": rate})
 
     def create_scheduler(self, steps: int) -> None:
-        """A schedule of the policy's kind, over as many steps."""
+        """A schedule of the policy's kind, over as many steps.
+
+        Raises:
+            VariantError: The critic's warm-up is as long as the run.
+        """
         assert self._optimizer is not None
+        warmup = self._args.critic_warmup_steps or 0
+        if warmup >= steps:
+            raise VariantError(f"critic_warmup_steps ({warmup}) leaves none of the {steps} steps for the policy.")
         self._scheduler = get_scheduler(
             self._args.lr_scheduler_type,
             optimizer=self._optimizer,
@@ -158,8 +166,7 @@ class Critic:
         """Write the trained weights, and the state of optimizer and schedule, into a folder of a checkpoint."""
         folder = Path(checkpoint) / _FOLDER
         folder.mkdir(exist_ok=True)
-        trained = {name: p.detach().contiguous() for name, p in self.model.named_parameters() if p.requires_grad}
-        save_file(trained, folder / WEIGHTS)
+        save_file({name: p.detach().contiguous() for name, p in self._saved()}, folder / WEIGHTS)
         if not self.shared:
             self.model.backbone.config.save_pretrained(folder)  # type: ignore[union-attr]
             self._trainer._tokenizer.save_pretrained(folder)
@@ -168,8 +175,22 @@ class Critic:
             state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
             torch.save(state, folder / "optimizer.pt")
 
-    def load(self, checkpoint: str) -> None:
+    def _saved(self) -> list[tuple[str, nn.Parameter]]:
+        """The weights that a checkpoint holds: all of them, or the trained ones where the rest is a frozen base."""
+        named = list(self.model.named_parameters())
+        adapted = any(".lora_" in name or not p.requires_grad for name, p in named)
+        return [(name, p) for name, p in named if p.requires_grad or not adapted]
+
+    def forget_gradients(self) -> None:
+        """Drop what a run that ended within a step has left."""
+        self.model.zero_grad()
+
+    def load(self, checkpoint: str, *, optimizer: bool = True) -> None:
         """Go on from a checkpoint.
+
+        Args:
+            checkpoint: Its folder.
+            optimizer: Whether optimizer and schedule go on too.
 
         Raises:
             VariantError: It has no critic, or another kind of critic.
@@ -178,14 +199,13 @@ class Critic:
         if not (folder / WEIGHTS).is_file():
             raise VariantError(f"{checkpoint} has no critic, so the run cannot go on from it with one.")
         weights = load_file(folder / WEIGHTS)
-        expected = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        if set(weights) != expected:
+        if set(weights) != {name for name, _ in self._saved()}:
             raise VariantError(
                 f"The critic in {checkpoint} is of another kind than this run's: it was written with other settings of "
                 "critic, critic_model or PEFT."
             )
         self.model.load_state_dict(weights, strict=False)
-        if (folder / "optimizer.pt").is_file() and self._optimizer is not None:
+        if optimizer and (folder / "optimizer.pt").is_file() and self._optimizer is not None:
             state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self._optimizer.load_state_dict(state["optimizer"])
             self._scheduler.load_state_dict(state["scheduler"])

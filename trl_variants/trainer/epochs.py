@@ -102,7 +102,8 @@ class LearningPhase:
                     "approx_kl %.4g is above target_kl %.4g: no more updates on this rollout", approx_kl, target
                 )
         last = (trainer._step + 1) % (self._size * self._mini_batches * trainer.num_iterations) == 0
-        return {"epochs_run": self._updates / self._mini_batches} if last and trainer.num_iterations > 1 else {}
+        several = trainer.args.updates_per_rollout > 1
+        return {"epochs_run": self._updates / self._mini_batches} if last and several else {}
 
     def totals(self, steps: list[list[MicroBatch]]) -> list[Totals]:
         """Counts of each optimizer step over all ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ class Passes:
         self._obstacles: dict[int, str | None] = {}
 
     def by_trl(self, inputs: dict[str, Any]) -> bool:
-        """Whether TRL's own forward takes the rows: with images, or with trained tokens before the prompt."""
+        """Whether TRL's own forward takes the rows: with images, trained tokens before the prompt, or compiled."""
+        if self._trainer.args.torch_compile:  # whose forward is fixed
+            return True
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         prompt_learning = getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False)
         return prompt_learning or any(inputs.get(name) is not None for name in VISION_INPUTS)
@@ -140,7 +143,7 @@ class Passes:
         )
 
     def score(self, model: Any, inputs: dict[str, Any], size: int, *, critic: Any = None) -> dict[str, Tensor]:
-        """Score rows without gradient, a part at a time.
+        """Score rows without gradient and without dropout, a part at a time.
 
         Args:
             model: The policy or the reference.
@@ -155,7 +158,7 @@ class Passes:
         kwargs = trainer.args.gradient_checkpointing_kwargs
         rows, width = inputs["completion_ids"].shape
         found: dict[str, Tensor] = {}
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, kwargs):
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, kwargs), _evaluating(model):
             if self.by_trl(inputs):
                 return {"log_probs": trainer.forward_by_trl(model, inputs, False, False, size)[0]}
             cut = self.cut(inputs, -(-rows // size), size)
@@ -171,6 +174,16 @@ class Passes:
                         found[name] = value.new_zeros((rows, width) if value.dim() == 2 else (rows,))
                     put_rows(found[name], part, value)
         return found
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def prompt_keys(inputs: dict[str, Any]) -> list[int]:

@@ -121,7 +121,11 @@ class VariantTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Write and log the resolved recipe, then train as `transformers.Trainer` does."""
-        self._buffered_inputs = None  # a rollout of an earlier call belongs to another policy
+        # What an earlier call has left belongs to another policy, or to a step that was cut off.
+        self._buffered_inputs = None
+        self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
+        if self.critic:
+            self.critic.forget_gradients()
         resolved = recipe_dict(self.recipe)
         if self.args.should_save:
             os.makedirs(self.args.output_dir, exist_ok=True)
@@ -275,11 +279,17 @@ class VariantTrainer(GRPOTrainer):
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(self, os.path.join(self._get_output_dir(trial=trial), folder))
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy; into a checkpoint also what goes on from it (before the checkpoint is pushed to the hub)."""
+        super().save_model(output_dir, _internal_call)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if _internal_call and self.args.should_save and output_dir and os.path.basename(output_dir) == name:
+            save_state(self, output_dir)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.critic:
+            self.critic.load(self.state.best_model_checkpoint, optimizer=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
