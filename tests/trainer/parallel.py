@@ -81,6 +81,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_tools": ("ppo", {"fields": {"env_mask": env_mask}, "num_iterations": 2}),
     "warm_up": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 2, "critic_warmup_steps": 2}),
     "target_kl": ("ppo", {"num_iterations": 3, "target_kl": 1e-5}),
+    "shared_prompts": ("grpo", {"share_prompts": "always", "num_iterations": 2}),
+    "ppo_shared_prompts": ("ppo", {"share_prompts": "always", "num_iterations": 2}),
     "truncated": ("trl_grpo", {"overrides": {"sample_filter": "truncated"}, "max_completion_length": 12}),
 }
 
@@ -113,7 +115,8 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         "weights": runs.weights(trainer.model),
         "critic": runs.weights(trainer.critic.model) if trainer.critic else torch.zeros(1),
         "logs": [
-            {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch"))} for entry in trainer.logs
+            {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch", "speed/"))}
+            for entry in trainer.logs
         ],
         "advantages": result.advantages,
         "mask": rollout.mask,

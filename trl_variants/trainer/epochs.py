@@ -30,6 +30,7 @@ class LearningPhase:
         self._size: int = trainer.args.gradient_accumulation_steps
         self._mini_batches: int = trainer.args.steps_per_generation // self._size
         self._updates = 0
+        self._stock_width = 0  # of TRL's micro-batches, all as wide as the rollout's widest row
         self.stopped = False
 
     def begin(self) -> None:
@@ -39,6 +40,7 @@ class LearningPhase:
         the old ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits).
         """
         trainer = self._trainer
+        self._stock_width = sum(trainer._buffered_inputs[0][name].shape[1] for name in ("prompt_ids", "completion_ids"))
         if trainer.args.shuffle == "groups":
             whole = join_rows(trainer._buffered_inputs)
             self._buffer(take_rows(whole, _shuffled_groups(whole)))
@@ -77,7 +79,8 @@ class LearningPhase:
             for index, batches in enumerate(steps):
                 whole = join_rows(batches)
                 cut = trainer._passes.cut(whole, self._size, trainer.args.per_device_train_batch_size)
-                steps[index] = [{**take_rows(whole, part), "shared": cut.shared} for part in cut.parts]
+                about = {"shared": cut.shared, "stock_width": self._stock_width}
+                steps[index] = [{**take_rows(whole, part), **about} for part in cut.parts]
         for batches, totals in zip(steps, self.totals(steps), strict=True):
             for batch in batches:
                 batch["totals"] = totals
@@ -102,8 +105,10 @@ class LearningPhase:
                     "approx_kl %.4g is above target_kl %.4g: no more updates on this rollout", approx_kl, target
                 )
         last = (trainer._step + 1) % (self._size * self._mini_batches * trainer.num_iterations) == 0
+        if not last:
+            return {}
         several = trainer.args.updates_per_rollout > 1
-        return {"epochs_run": self._updates / self._mini_batches} if last and several else {}
+        return trainer.meter.flush() | ({"epochs_run": self._updates / self._mini_batches} if several else {})
 
     def totals(self, steps: list[list[MicroBatch]]) -> list[Totals]:
         """Counts of each optimizer step over all ranks."""

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -133,6 +134,20 @@ class RowForward:
         """(B,) of the values after the last tokens, which ``of(last=True)`` put at the end."""
         return values.reshape(-1)[-self.shape[0] :]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        if not self.shared:
+            return self.ids.numel()
+        return self._distinct_prompts[0].numel() + self._completions[0].numel()
+
+    @property
+    def useful_tokens(self) -> int:
+        """Those of them that are no padding."""
+        if not self.shared:
+            return int(self.mask.sum())
+        return int(self._distinct_prompts[1].sum() + self._completions[1].sum())
+
     def states(self, forward: Any, **options: Any) -> Any:
         """Run a backbone's forward, and return its output with (1, n, H) states in place of its own."""
         return self._shared(forward, **options) if self.shared else self._plain(forward, **options)
@@ -146,7 +161,7 @@ class RowForward:
         return output
 
     def _shared(self, forward: Any, **options: Any) -> Any:
-        prompts, prompt_mask, of_row = self._distinct_prompts()
+        prompts, prompt_mask, of_row = self._distinct_prompts
         cache = DynamicCache()
         keyword = _cache_keyword(forward)
         width, device = prompts.shape[1], prompts.device
@@ -159,7 +174,7 @@ class RowForward:
             **{keyword: cache},
             **options,
         )
-        completions, completion_mask = self._completions()
+        completions, completion_mask = self._completions
         expanded = DynamicCache([(layer.keys[of_row], layer.values[of_row]) for layer in cache.layers])
         output = forward(
             input_ids=completions,
@@ -174,6 +189,7 @@ class RowForward:
         output.last_hidden_state = states[self.rows, self.places][None]
         return output
 
+    @cached_property
     def _distinct_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
         """(U, P) distinct prompts padded on the left, their mask, and (R,) which of them each row has."""
         width = _rounded(int(self.prompts.max()), self.pad_to)
@@ -184,6 +200,7 @@ class RowForward:
         mask = distinct >= 0
         return distinct.clamp(min=0), mask, of_row
 
+    @cached_property
     def _completions(self) -> tuple[Tensor, Tensor]:
         """(R, T) completions padded on the right, and their mask."""
         lengths = self.mask.sum(1) - self.prompts

@@ -135,6 +135,8 @@ class Passes:
                 fused_lm_head=True,
                 **options,
             )
+        rows = len(inputs["completion_ids"])
+        trainer.meter.computed(layout, rows * inputs.get("stock_width", layout.ids.shape[1]))
         return Scored(
             log_probs=layout.scatter(output.log_probs),
             entropies=layout.scatter(output.entropy) if entropy and output.entropy is not None else None,

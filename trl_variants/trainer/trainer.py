@@ -27,6 +27,7 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import Critic, StepCritic
 from trl_variants.trainer.epochs import LearningPhase
+from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.passes import Passes
 from trl_variants.trainer.reference import Reference
@@ -86,6 +87,7 @@ class VariantTrainer(GRPOTrainer):
         self._skip_scoring = False
         self._rewards_per_func: Tensor | None = None
         self._passes = Passes(self)
+        self.meter = Meter()
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else reward_funcs,
@@ -124,6 +126,7 @@ class VariantTrainer(GRPOTrainer):
         # What an earlier call has left belongs to another policy, or to a step that was cut off.
         self._buffered_inputs = None
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
+        self.meter.reset()
         if self.critic:
             self.critic.forget_gradients()
         resolved = recipe_dict(self.recipe)
@@ -171,7 +174,8 @@ class VariantTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if fresh:
             self._phase = LearningPhase(self)
-            self._phase.begin()
+            with self.meter.timing("scoring"):
+                self._phase.begin()
         return self._buffered_inputs[self._step % self.args.steps_per_generation] if training else inputs
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -193,10 +197,18 @@ class VariantTrainer(GRPOTrainer):
             )
         self._skip_scoring = True
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with self.meter.timing("generation"):
+                output = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
-        return finish_rollout(self, output, mode, generations)
+        self.meter.generated(int(output["completion_mask"].sum()))
+        with self.meter.timing("scoring"):
+            return finish_rollout(self, output, mode, generations)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch; what it generates and scores is timed apart."""
+        with self.meter.timing("learning"):
+            return super().training_step(*args, **kwargs)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
