@@ -268,10 +268,17 @@ class Batch(_Tensors):
         if self.old_log_probs is None:
             self._set("old_log_probs", self.log_probs.detach())
 
-    def is_finite(self, *more: Tensor) -> Tensor:
-        """0-dim bool: whether everything that must be finite is, and ``more``. An engine's log-probs may be NaN."""
+    def sum_of_all(self, *more: Tensor) -> Tensor:
+        """0-dim: finite only if everything that must be finite is, and ``more``. An engine's log-probs may be NaN.
+
+        A sum is one pass, a test of every element several. It may overflow, or meet junk, though all that counts is
+        finite.
+        """
         given = (*(getattr(self, name) for name in FINITE), *more)
-        return torch.stack([value.detach().isfinite().all() for value in given if value is not None]).all()
+        sums = [value.sum() for value in given if value is not None]
+        if len({total.dtype for total in sums}) > 1:
+            sums = [total.double() for total in sums]
+        return torch.stack(sums).sum()
 
     def tensors(self) -> dict[str, Any]:
         """The inputs that a component may name, by name."""

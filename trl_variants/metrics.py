@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from trl_variants.components.kl import k3
-from trl_variants.components.masked import counted, group_table, is_constant, masked_sum, select
+from trl_variants.components.masked import group_table, is_constant, masked_sum, select
 from trl_variants.components.regularizers import value_clipped, value_loss
 from trl_variants.data import Batch, ClipResult, Metric, Rollout
 
@@ -80,23 +81,67 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
     trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
     assert batch.old_log_probs is not None
-    out = {"approx_kl": _mean(k3(batch.old_log_probs, batch.log_probs), batch.mask)}
+    tokens = _Counted.of(batch.mask)
+    # What a batch holds is 0 where nothing counts.
+    out = {"approx_kl": Metric(k3(batch.old_log_probs, batch.log_probs).sum(), tokens.total)}
     if batch.entropies is not None:
-        out["entropy"] = _mean(batch.entropies, batch.mask)
-    clipped = {"low": clip.low, "high": clip.high, "dual": clip.dual}
-    if clip.low is not None and clip.high is not None:
-        clipped["region"] = clip.low | clip.high
-    for name, where in clipped.items():
-        if where is not None:
-            out[f"clip_ratio/{name}_mean"] = _mean(where.float(), counted(where, batch.mask))
-    for name, reduce in (("low", "min"), ("high", "max")):
-        if clipped[name] is not None:
-            out[f"clip_ratio/{name}_{reduce}"] = _extreme(clipped[name], batch.mask, reduce)
+        out["entropy"] = Metric(batch.entropies.detach().sum(), tokens.total)
+    out |= _clips(clip, tokens)
     if x["kl"] is not None:
         out |= _kl(x, batch.mask)
     out |= _value_clips(x, batch)
     named = {name if name not in out else f"regularizer/{name}": term for name, term in terms.items()}
-    return out | {name: _mean(term, batch.mask) for name, term in named.items()}
+    return out | {name: tokens.mean(term) for name, term in named.items()}
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A mask with its counts, which several metrics share.
+
+    Attributes:
+        mask: (B, T) bool, or (B, 1) for completions.
+        rows: (B,) how much counts in each row.
+        total: 0-dim.
+    """
+
+    mask: Tensor
+    rows: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> _Counted:
+        rows = mask.sum(1)
+        return cls(mask, rows, rows.sum())
+
+    def mean(self, values: Tensor) -> Metric:
+        return Metric(select(values.detach(), self.mask).sum(), self.total)
+
+
+def _clips(clip: ClipResult, tokens: _Counted) -> dict[str, Metric]:
+    """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
+    flags = {"low": clip.low, "high": clip.high, "dual": clip.dual}
+    if clip.low is not None and clip.high is not None:
+        flags["region"] = clip.low | clip.high
+    out: dict[str, Metric] = {}
+    sequences = None
+    for name, where in flags.items():
+        if where is None:
+            continue
+        counts = tokens
+        if where.shape != tokens.mask.shape:
+            counts = sequences = sequences or _Counted.of(tokens.rows[:, None] > 0)
+        clipped = (where & counts.mask).sum(1)
+        out[f"clip_ratio/{name}_mean"] = Metric(clipped.sum(), counts.total)
+        if name in ("low", "high"):
+            kind: Literal["min", "max"] = "min" if name == "low" else "max"
+            out[f"clip_ratio/{name}_{kind}"] = _extreme(clipped / counts.rows.clamp(min=1), counts.rows > 0, kind)
+    return out
+
+
+def _extreme(share: Tensor, valid: Tensor, kind: Literal["min", "max"]) -> Metric:
+    """The least or largest of the valid values."""
+    share = share.masked_fill(~valid, torch.inf if kind == "min" else -torch.inf)
+    return Metric(share.amin() if kind == "min" else share.amax(), valid.any().long(), kind)
 
 
 def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
@@ -117,15 +162,3 @@ def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:
     values = values.detach()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     return Metric(select(values, mask).sum(), mask.sum())
-
-
-def _extreme(where: Tensor | None, mask: Tensor, reduce: str) -> Metric:
-    """The least or largest clipped share of any completion."""
-    assert where is not None
-    valid = counted(where, mask)
-    share = masked_sum(where.float(), valid, dim=1) / valid.sum(1).clamp(min=1)
-    share = share[valid.any(1)]
-    empty = len(share) == 0
-    neutral = torch.inf if reduce == "min" else -torch.inf
-    value = share.new_tensor(neutral) if empty else (share.min() if reduce == "min" else share.max())
-    return Metric(value, torch.tensor(0 if empty else 1), "min" if reduce == "min" else "max")

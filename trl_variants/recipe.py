@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, counted, masked_sum, select
+from trl_variants.components.masked import LOG_BOUND, masked_sum, select
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
 from trl_variants.variant import Variant
@@ -198,9 +198,12 @@ class Recipe:
             share = masked_sum(terms[term.name], batch.mask) / max(batch.totals.tokens, 1)
             loss = loss + term.parameters["coef"] * share
 
-        if not (loss.isfinite() & batch.is_finite(select(log_ratio, counted(log_ratio, batch.mask)))):
+        with torch.no_grad():
+            finite = (loss + batch.sum_of_all(log_ratio)).isfinite()
+        if not finite:
             x.require_finite()
-            raise VariantError("The loss is not finite, though every component's output is.")
+            if not loss.isfinite():
+                raise VariantError("The loss is not finite, though every component's output is.")
         return LossResult(loss=loss, metrics=metrics.of_loss(x, batch, clip, terms), states=x.states)
 
     # -- what the parts need ----------------------------------------------------------------------------------------

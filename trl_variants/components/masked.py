@@ -44,7 +44,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
         >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
         tensor([1., 0.])
     """
-    return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(mask.bool(), x, 0.0 if x.is_floating_point() else 0)
 
 
 def counted(x: Tensor, mask: Tensor) -> Tensor:
