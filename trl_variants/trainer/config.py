@@ -16,7 +16,7 @@ from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
-from trl_variants.trainer.config_checks import check_engine, check_learning, check_schedule
+from trl_variants.trainer.config_checks import check_engine, check_learning, check_prefill, check_schedule
 from trl_variants.variant import KL, Use, Variant
 
 __all__ = ["VariantConfig"]
@@ -74,6 +74,10 @@ class VariantConfig(GRPOConfig):
             Largest gradient norm of the critic. Default: `max_grad_norm`.
         critic_warmup_steps (`int`, *optional*):
             First optimizer steps, in which the critic alone learns and the policy stays as it is. Default: 0.
+        prefill_once (`bool`, *optional*):
+            Run each distinct prompt through the model once when transformers generates, not once per completion. True
+            is an error where the config rules it out, and a warning where the model does; False switches it off.
+            Default: wherever it gives the same tokens.
 
     What the variant decides (`beta`, `loss_type`, `epsilon`, `scale_rewards`, ...) is refused here, with the override
     to use instead. Every other field is TRL's.
@@ -114,6 +118,12 @@ class VariantConfig(GRPOConfig):
     critic_max_grad_norm: float | None = field(default=None, metadata={"help": "Default: max_grad_norm."})
     critic_warmup_steps: int | None = field(
         default=None, metadata={"help": "First optimizer steps, in which the critic alone learns. Default: 0."}
+    )
+
+    # Of generation.
+    prefill_once: bool | None = field(
+        default=None,
+        metadata={"help": "Run each prompt once when transformers generates. Default: where the tokens are the same."},
     )
 
     # The variant alone.
@@ -170,6 +180,7 @@ class VariantConfig(GRPOConfig):
             super().__post_init__()
         check_schedule(self)
         check_learning(self)
+        check_prefill(self)
         rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property

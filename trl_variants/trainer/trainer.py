@@ -29,6 +29,7 @@ from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import Critic, StepCritic
 from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
+from trl_variants.trainer.prefill import PrefillOnce
 from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
 from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
@@ -84,6 +85,7 @@ class VariantTrainer(GRPOTrainer):
             raise VariantError(f"args must be a VariantConfig, not {kind}. Write VariantConfig(variant=..., ...).")
         self.recipe = args.recipe
         self._skip_scoring = False
+        self._prefill_once = PrefillOnce(self)
         self._rewards_per_func: Tensor | None = None
         super().__init__(
             model=model,
@@ -192,6 +194,10 @@ class VariantTrainer(GRPOTrainer):
         finally:
             self._skip_scoring = False
         return finish_rollout(self, output, mode, generations)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._prefill_once.generating():
+            return super()._generate_single_turn(*args, **kwargs)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
