@@ -21,6 +21,7 @@ METHODS = {
     "_prepare_inputs": ("self", "generation_batch"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_compute_loss": ("self", "model", "inputs"),
     "_load_best_model": ("self",),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),

@@ -8,11 +8,12 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.trainer.prefill_reasons import config_reason
 
 if TYPE_CHECKING:
     from trl_variants.trainer.config import VariantConfig
 
-__all__ = ["check_engine", "check_layout", "check_learning", "check_schedule"]
+__all__ = ["check_engine", "check_layout", "check_learning", "check_prefill", "check_schedule"]
 
 _CRITIC = ("critic_model", "critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps")
 
@@ -175,6 +176,21 @@ def check_engine(config: VariantConfig) -> None:
                 f"{engine} is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
                 "--multi_gpu), or a variant without a critic."
             )
+
+
+def check_prefill(config: VariantConfig) -> None:
+    """Refuse ``prefill_once: true`` where it could have no effect.
+
+    Raises:
+        VariantError: It could not.
+    """
+    if not config.prefill_once:
+        return
+    reason = config_reason(config)
+    if reason is None and config.num_generations == 1 and (config.num_generations_eval or 1) == 1:
+        reason = "num_generations is 1, so that no prompt repeats"
+    if reason:
+        raise VariantError(f"prefill_once is true, and cannot apply: {reason}. Leave prefill_once out.")
 
 
 def _either(*values: int) -> str:

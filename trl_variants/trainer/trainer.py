@@ -30,6 +30,7 @@ from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.passes import Passes
+from trl_variants.trainer.prefill import PrefillOnce
 from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
 from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
@@ -85,6 +86,7 @@ class VariantTrainer(GRPOTrainer):
             raise VariantError(f"args must be a VariantConfig, not {kind}. Write VariantConfig(variant=..., ...).")
         self.recipe = args.recipe
         self._skip_scoring = False
+        self._prefill_once = PrefillOnce(self)
         self._rewards_per_func: Tensor | None = None
         self._passes = Passes(self)
         self.meter = Meter()
@@ -209,6 +211,10 @@ class VariantTrainer(GRPOTrainer):
         """One micro-batch; what it generates and scores is timed apart."""
         with self.meter.timing("learning"):
             return super().training_step(*args, **kwargs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._prefill_once.generating():
+            return super()._generate_single_turn(*args, **kwargs)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
