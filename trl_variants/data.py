@@ -7,6 +7,7 @@ what stands at masked positions is selected away here, in value and gradient, so
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -110,23 +111,28 @@ FINITE = (
 )
 
 
-def _optional(data: Any, name: str) -> bool:
-    return any(f.name == name and f.default is None for f in fields(data))
+@cache
+def _names(kind: type[Any]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The fields of a class, and those that may be None."""
+    return tuple(f.name for f in fields(kind)), frozenset(f.name for f in fields(kind) if f.default is None)
 
 
 class _Tensors:
     """Checks and cleaning that `Rollout` and `Batch` share."""
 
     def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self))[0]}
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _tensor(self, name: str, *shapes: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
         value = getattr(self, name)
-        if value is None and _optional(self, name):
+        if value is None and name in _names(type(self))[1]:
             return
+        if isinstance(value, Tensor) and value.shape in shapes:
+            if value.dtype is dtype or (dtype is None and value.dtype in (torch.float32, torch.float64)):
+                return
         where = f"{type(self).__name__}.{name}"
         if not isinstance(value, Tensor):
             raise VariantError(f"{where} must be a tensor, not {type(value).__name__}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -119,29 +119,27 @@ class _Counted:
 
 def _clips(clip: ClipResult, tokens: _Counted) -> dict[str, Metric]:
     """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
-    flags = {"low": clip.low, "high": clip.high, "dual": clip.dual}
-    if clip.low is not None and clip.high is not None:
-        flags["region"] = clip.low | clip.high
-    out: dict[str, Metric] = {}
-    sequences = None
-    for name, where in flags.items():
-        if where is None:
-            continue
-        counts = tokens
-        if where.shape != tokens.mask.shape:
-            counts = sequences = sequences or _Counted.of(tokens.rows[:, None] > 0)
-        clipped = (where & counts.mask).sum(1)
-        out[f"clip_ratio/{name}_mean"] = Metric(clipped.sum(), counts.total)
-        if name in ("low", "high"):
-            kind: Literal["min", "max"] = "min" if name == "low" else "max"
-            out[f"clip_ratio/{name}_{kind}"] = _extreme(clipped / counts.rows.clamp(min=1), counts.rows > 0, kind)
+    flags = {name: where for name in ("low", "high", "dual") if (where := getattr(clip, name)) is not None}
+    if not flags:
+        return {}
+    if len({where.shape for where in flags.values()}) > 1:
+        flags = {name: where.expand_as(tokens.mask) for name, where in flags.items()}
+    if "low" in flags and "high" in flags:
+        flags["region"] = flags["low"] | flags["high"]
+    stacked = torch.stack(list(flags.values()))
+    counts = tokens if stacked.shape[1:] == tokens.mask.shape else _Counted.of(tokens.rows[:, None] > 0)
+    clipped = (stacked & counts.mask).sum(2)  # (flags, B)
+    totals = clipped.sum(1)
+    out = {f"clip_ratio/{name}_mean": Metric(totals[i], counts.total) for i, name in enumerate(flags)}
+    share, empty = clipped / counts.rows, counts.rows == 0
+    for i, name in enumerate(flags):
+        if name == "low":
+            least = share[i].masked_fill(empty, torch.inf).amin()
+            out["clip_ratio/low_min"] = Metric(least, counts.total.clamp(max=1), "min")
+        if name == "high":
+            most = share[i].masked_fill(empty, -torch.inf).amax()
+            out["clip_ratio/high_max"] = Metric(most, counts.total.clamp(max=1), "max")
     return out
-
-
-def _extreme(share: Tensor, valid: Tensor, kind: Literal["min", "max"]) -> Metric:
-    """The least or largest of the valid values."""
-    share = share.masked_fill(~valid, torch.inf if kind == "min" else -torch.inf)
-    return Metric(share.amin() if kind == "min" else share.amax(), valid.any().long(), kind)
 
 
 def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
