@@ -121,14 +121,14 @@ class _Tensors:
     """Checks and cleaning that `Rollout` and `Batch` share."""
 
     def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _names(type(self))[0]}
+        return {name: getattr(self, name) for name in _names(type(self))[0]}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _tensor(self, name: str, *shapes: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
         value = getattr(self, name)
-        if value is None and name in _names(type(self))[1]:
+        if value is None and name in _names(type(self))[1]:  # type: ignore[arg-type]
             return
         if isinstance(value, Tensor) and value.shape in shapes:
             if value.dtype is dtype or (dtype is None and value.dtype in (torch.float32, torch.float64)):
@@ -241,6 +241,7 @@ class Batch(_Tensors):
         rewards: (B,).
         scored: (B,) bool; False where every reward function returned None.
         step: Number of the optimizer step.
+        clean: Whether all of it is 0 at masked positions already, so that nothing need be selected away.
     """
 
     log_probs: Tensor
@@ -257,6 +258,7 @@ class Batch(_Tensors):
     rewards: Tensor | None = None
     scored: Tensor | None = None
     step: int = 0
+    clean: bool = False
 
     def __post_init__(self) -> None:
         """Check shapes, cast to float32 or better, select masked positions away."""
@@ -270,7 +272,8 @@ class Batch(_Tensors):
         self._tensor("scored", (rows,), dtype=torch.bool)
         if self.advantages.dim() == 1:
             self._set("advantages", self.advantages[:, None])
-        self._clean(*per_token, "old_values", "returns", "advantages")
+        if not self.clean:
+            self._clean(*per_token, "old_values", "returns", "advantages")
         if self.old_log_probs is None:
             self._set("old_log_probs", self.log_probs.detach())
 
@@ -280,7 +283,9 @@ class Batch(_Tensors):
         A sum is one pass, a test of every element several. It may overflow, or meet junk, though all that counts is
         finite.
         """
-        given = (*(getattr(self, name) for name in FINITE), *more)
+        # What is clean was checked as a rollout already, but for what a forward makes.
+        names = ("log_probs", "entropies", "values") if self.clean else FINITE
+        given = (*(getattr(self, name) for name in names), *more)
         sums = [value.sum() for value in given if value is not None]
         if len({total.dtype for total in sums}) > 1:
             sums = [total.double() for total in sums]

@@ -153,7 +153,10 @@ def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
 
 
 def _kl(x: Workspace, mask: Tensor) -> dict[str, Metric]:
-    return {"kl": _mean(x["kl"], mask), "kl/k3": _mean(k3(x["log_probs"], x["ref_log_probs"]), mask)}
+    kl = _mean(x["kl"], mask)
+    if any(bound.info.function is k3 for bound, _ in x.outputs):
+        return {"kl": kl, "kl/k3": kl}
+    return {"kl": kl, "kl/k3": _mean(k3(x["log_probs"], x["ref_log_probs"]), mask)}
 
 
 def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:

@@ -2,15 +2,16 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.objective
 
-Both trainers are handed the same log-probs and entropies in place of a forward; what is timed is process CPU time of
-`_compute_loss` and of the backward to those log-probs, for the 8 micro-batches of an optimizer step, by turns in one
-process.
+Both trainers are handed log-probs and entropies of the same completions in place of a forward, in micro-batches as each
+of them cuts; what is timed is process CPU time of `_compute_loss` and of the backward to those log-probs, for the 8
+micro-batches of an optimizer step, by turns in one process.
 """
 
 from __future__ import annotations
 
 from tests.benchmarks.common import (  # isort: skip (sets the environment)
     SETTINGS,
+    lengths,
     model,
     prompts,
     quiet,
@@ -25,16 +26,16 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_variants import VariantConfig, VariantTrainer
 from trl_variants.data import Totals
+from trl_variants.trainer.microbatches import plain_cut
 from trl_variants.trainer.passes import Scored
 
 TURNS = 25
 MICRO_BATCHES = 8
-SIZES = ((8, 128), (8, 1024), (32, 1024))
+SIZES = ((8, "equal"), (8, "long"), (64, "equal"), (64, "long"))
 #: Variant of ours, and what stock needs for the same objective.
 CASES: dict[str, dict[str, Any]] = {
     "trl_grpo": {"loss_type": "grpo", "beta": 0.04},
@@ -47,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
         "beta": 0.0,
     },
 }
+
+
+LAYOUT: Any = object()
 
 
 def trainer(folder: str, variant: str | None, **stock: Any) -> Any:
@@ -64,19 +68,21 @@ def trainer(folder: str, variant: str | None, **stock: Any) -> Any:
     return silent(made)
 
 
-def inputs(rows: int, tokens: int) -> dict[str, Any]:
+def inputs(lengths: list[int], width: int) -> dict[str, Any]:
+    """A micro-batch of completions of these lengths, padded to a width."""
     draw = torch.Generator().manual_seed(0)
-    mask = torch.arange(tokens)[None] < torch.randint(tokens // 2, tokens + 1, (rows, 1), generator=draw)
-    old = -torch.rand(rows, tokens, generator=draw)
+    rows = len(lengths)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    old = -torch.rand(rows, width, generator=draw) * mask
     return {
         "prompt_ids": torch.ones(rows, 4, dtype=torch.long),
         "prompt_mask": torch.ones(rows, 4, dtype=torch.long),
-        "completion_ids": torch.ones(rows, tokens, dtype=torch.long),
+        "completion_ids": torch.ones(rows, width, dtype=torch.long),
         "completion_mask": mask.long(),
         "loss_mask": mask,
         "advantages": torch.randn(rows, generator=draw),
         "old_per_token_logps": old,
-        "ref_per_token_logps": old - 0.1,
+        "ref_per_token_logps": (old - 0.1) * mask,
         "rewards": torch.ones(rows),
         "scored": torch.ones(rows, dtype=torch.bool),
         "num_items_in_batch": mask.sum(),
@@ -84,34 +90,46 @@ def inputs(rows: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def timed(owner: Any, batch: dict[str, Any], log_probs: Tensor, entropies: Tensor) -> float:
+def timed(owner: Any, batches: list[dict[str, Any]]) -> float:
     """CPU seconds of the losses and gradients of one optimizer step."""
-    leaf = log_probs.clone().requires_grad_()
-    if isinstance(owner, VariantTrainer):
-        owner._passes.forward = lambda *_, **__: Scored(leaf * 1.0, entropies, None, None)
-    else:
-        owner._get_per_token_logps_and_entropies = lambda *_, **__: (leaf * 1.0, entropies, None)
-    begin = time.process_time()
-    for number in range(MICRO_BATCHES):
-        owner.accelerator.gradient_state._set_sync_gradients(number == MICRO_BATCHES - 1)
+    seconds = 0.0
+    for number, batch in enumerate(batches):
+        mask = batch["loss_mask"].float()
+        leaf, entropies = ((batch["old_per_token_logps"] + 0.05) * mask).requires_grad_(), mask
+        if isinstance(owner, VariantTrainer):
+            # A layout stands for values that are 0 where nothing counts, as those of a forward are.
+            owner._passes.forward = lambda *_, **__: Scored(leaf * 1.0, entropies, None, LAYOUT)  # noqa: B023
+        else:
+            owner._get_per_token_logps_and_entropies = lambda *_, **__: (leaf * 1.0, entropies, None)  # noqa: B023
+        owner.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
+        begin = time.process_time()
         owner._compute_loss(owner.model, dict(batch)).backward()
-    return time.process_time() - begin
+        seconds += time.process_time() - begin
+    return seconds
+
+
+def step(rows: int, kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The 8 micro-batches of an optimizer step, as they are cut here and as stock has them."""
+    drawn = lengths(kind, MICRO_BATCHES * rows)
+    stock = [inputs(drawn[i : i + rows], max(drawn)) for i in range(0, len(drawn), rows)]
+    cut = plain_cut([4] * len(drawn), drawn, MICRO_BATCHES, largest=rows * (max(drawn) + 4))
+    parts = [[drawn[row] for row in part] for part in cut.parts]
+    return [inputs(part, max(part)) for part in parts], stock
 
 
 def main() -> None:
     quiet()
-    print("objective  rows x tokens   ours / stock        target 1.0")
+    print("objective  rows of a micro-batch, lengths   ours / stock        target 1.0")
     with tempfile.TemporaryDirectory() as folder:
         for variant, settings in CASES.items():
             ours, stock = trainer(folder, variant), trainer(folder, None, **settings)
-            for rows, tokens in SIZES:
-                batch = inputs(rows, tokens)
-                log_probs, entropies = batch["old_per_token_logps"] + 0.05, torch.ones(rows, tokens)
+            for rows, kind in SIZES:
+                batches = dict(zip((ours, stock), step(rows, kind), strict=True))
                 times: dict[Any, list[float]] = {ours: [], stock: []}
                 for _ in range(TURNS):
                     for owner, seconds in times.items():
-                        seconds.append(timed(owner, batch, log_probs, entropies))
-                print(f"{variant:9}  {rows:4} x {tokens:<6}  {ratio(times[ours][5:], times[stock][5:])}", flush=True)
+                        seconds.append(timed(owner, batches[owner]))
+                print(f"{variant:9}  {rows:4}  {kind:25}  {ratio(times[ours][5:], times[stock][5:])}", flush=True)
 
 
 if __name__ == "__main__":

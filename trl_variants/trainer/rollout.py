@@ -9,13 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.components.masked import masked_mean
+from trl_variants.components.masked import masked_mean, select
 from trl_variants.data import Rollout
 from trl_variants.errors import VariantError
 from trl_variants.recipe import AdvantageResult
 from trl_variants.trainer.batch import gather_rows, local_rows
 
 __all__ = ["build_rollout", "finish_rollout"]
+
+
+#: What may hold something where nothing counts.
+_PER_TOKEN = (
+    "advantages",
+    "ref_per_token_logps",
+    "rollout_log_probs",
+    "sampling_per_token_logps",
+    "old_values",
+    "returns",
+)
 
 
 def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations: int) -> dict[str, Any]:
@@ -55,6 +66,10 @@ def finish_rollout(trainer: Any, output: dict[str, Any], mode: str, generations:
     if mode == "train":  # filters say what is trained on; an evaluation measures all
         own = own & local_rows(result.keep, own, trainer.accelerator)[:, None]
     output["loss_mask"] = own
+    for name in _PER_TOKEN:  # once here, and not in every micro-batch of every epoch
+        value = output.get(name)
+        if value is not None and value.shape == own.shape:
+            output[name] = select(value, own)
     return output
 
 

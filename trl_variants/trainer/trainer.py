@@ -245,6 +245,7 @@ class VariantTrainer(GRPOTrainer):
             rewards=inputs["rewards"],
             scored=inputs["scored"],
             step=self.state.global_step,
+            clean=scored.layout is not None,
         )
         if mode == "train" and self.args.updates_per_rollout > 1:
             inputs["old_per_token_logps"] = batch.old_log_probs  # for the later epochs over this rollout
