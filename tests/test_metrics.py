@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.components.common import checked, double, numbers, tables
-from trl_variants import Totals, Variant, resolve, use
+from trl_variants import Totals, Variant, component, resolve, use
 from trl_variants.data import Metric
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch, make_rollout
@@ -107,6 +107,16 @@ def test_the_critics_numbers_of_a_rollout_by_hand() -> None:
     assert got["explained_variance"] == pytest.approx(1 - ((0.25 + 0.25 + 1) / 3 - (1 / 3) ** 2) / spread)
     same = make_rollout([1.0, 1.0], group_ids=[0, 1], values=[[0.5], [0.0]], lengths=[1, 1])
     assert math.isnan(of_rollout(variant, same)["explained_variance"])  # nothing to explain
+
+
+def test_a_regularizer_named_like_a_metric_replaces_none() -> None:
+    @component
+    def approx_kl(entropies: Any) -> Any:
+        return entropies * 0 + 100.0
+
+    batch = make_batch(advantages=[1.0], entropies=[[0.5]])
+    metrics = resolve("dr_grpo", {"regularizer": use(approx_kl, coef=0.0)}, REGISTRY).loss(batch).metrics
+    assert float(metrics["approx_kl"]) == 0.0 and float(metrics["regularizer/approx_kl"]) == 100.0
 
 
 def test_a_sequence_counts_once_where_the_ratio_is_one_per_sequence() -> None:

@@ -154,6 +154,8 @@ def _checked(bound: Bound, result: Any, mask: Tensor | None) -> Any:
     if bound.slot == "advantage_estimator":
         result = result if isinstance(result, Advantages) else Advantages(result)
         _check_shape(where, result.advantages, bound.slot, mask)
+        if result.returns is not None and not isinstance(result.returns, Tensor):
+            raise VariantError(f"{where} returned returns of type {type(result.returns).__name__}; expected a tensor.")
         if result.returns is not None and (mask is None or result.returns.shape != mask.shape):
             raise VariantError(f"{where} returned returns of shape {tuple(result.returns.shape)}; expected (N, T).")
         return result

@@ -7,6 +7,7 @@ what stands at masked positions is selected away here, in value and gradient, so
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -110,23 +111,28 @@ FINITE = (
 )
 
 
-def _optional(data: Any, name: str) -> bool:
-    return any(f.name == name and f.default is None for f in fields(data))
+@cache
+def _names(kind: type[Any]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The fields of a class, and those that may be None."""
+    return tuple(f.name for f in fields(kind)), frozenset(f.name for f in fields(kind) if f.default is None)
 
 
 class _Tensors:
     """Checks and cleaning that `Rollout` and `Batch` share."""
 
     def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self))[0]}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _tensor(self, name: str, *shapes: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
         value = getattr(self, name)
-        if value is None and _optional(self, name):
+        if value is None and name in _names(type(self))[1]:  # type: ignore[arg-type]
             return
+        if isinstance(value, Tensor) and value.shape in shapes:
+            if value.dtype is dtype or (dtype is None and value.dtype in (torch.float32, torch.float64)):
+                return
         where = f"{type(self).__name__}.{name}"
         if not isinstance(value, Tensor):
             raise VariantError(f"{where} must be a tensor, not {type(value).__name__}.")
@@ -241,6 +247,7 @@ class Batch(_Tensors):
         rewards: (B,).
         scored: (B,) bool; False where every reward function returned None.
         step: Number of the optimizer step.
+        clean: Whether all of it is 0 at masked positions already, so that nothing need be selected away.
     """
 
     log_probs: Tensor
@@ -257,6 +264,7 @@ class Batch(_Tensors):
     rewards: Tensor | None = None
     scored: Tensor | None = None
     step: int = 0
+    clean: bool = False
 
     def __post_init__(self) -> None:
         """Check shapes, cast to float32 or better, select masked positions away."""
@@ -270,14 +278,24 @@ class Batch(_Tensors):
         self._tensor("scored", (rows,), dtype=torch.bool)
         if self.advantages.dim() == 1:
             self._set("advantages", self.advantages[:, None])
-        self._clean(*per_token, "old_values", "returns", "advantages")
+        if not self.clean:
+            self._clean(*per_token, "old_values", "returns", "advantages")
         if self.old_log_probs is None:
             self._set("old_log_probs", self.log_probs.detach())
 
-    def is_finite(self, *more: Tensor) -> Tensor:
-        """0-dim bool: whether everything that must be finite is, and ``more``. An engine's log-probs may be NaN."""
-        given = (*(getattr(self, name) for name in FINITE), *more)
-        return torch.stack([value.detach().isfinite().all() for value in given if value is not None]).all()
+    def sum_of_all(self, *more: Tensor) -> Tensor:
+        """0-dim: finite only if everything that must be finite is, and ``more``. An engine's log-probs may be NaN.
+
+        A sum is one pass, a test of every element several. It may overflow, or meet junk, though all that counts is
+        finite.
+        """
+        # What is clean was checked as a rollout already, but for what a forward makes.
+        names = ("log_probs", "entropies", "values") if self.clean else FINITE
+        given = (*(getattr(self, name) for name in names), *more)
+        sums = [value.sum() for value in given if value is not None]
+        if len({total.dtype for total in sums}) > 1:
+            sums = [total.double() for total in sums]
+        return torch.stack(sums).sum()
 
     def tensors(self) -> dict[str, Any]:
         """The inputs that a component may name, by name."""

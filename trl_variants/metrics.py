@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trl_variants.components.kl import k3
-from trl_variants.components.masked import counted, group_table, is_constant, masked_sum, select
-from trl_variants.components.regularizers import value_clipped
+from trl_variants.components.masked import group_table, is_constant, masked_sum, select
+from trl_variants.components.regularizers import value_clipped, value_loss
 from trl_variants.data import Batch, ClipResult, Metric, Rollout
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def of_rollout(x: Workspace, rollout: Rollout, returns: Tensor | None = None) ->
     if x["kl"] is not None:
         out |= _kl(x, rollout.mask)
     if returns is not None and rollout.values is not None:
-        out |= _of_values(rollout.values, returns, rollout.mask & rollout.scored[:, None])
+        out |= _of_values(rollout.values, returns, rollout.mask & (rollout.scored & x["keep"])[:, None])
     return out
 
 
 def _of_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, Metric]:
     """How well the critic knew the returns of this rollout: 1 - Var(R - V) / Var(R); 1 is perfect, 0 is a constant."""
     spread, error = _variance(returns, mask), _variance(returns - values, mask)
-    known = spread > 0
+    known = ~is_constant(returns.masked_fill(~mask, torch.nan).view(1, -1))[0] & mask.any()
     explained = 1 - error / torch.where(known, spread, 1.0)
     return {
         "values/mean": _mean(values, mask),
@@ -80,51 +81,85 @@ def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
     trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
     assert batch.old_log_probs is not None
-    out = {"approx_kl": _mean(k3(batch.old_log_probs, batch.log_probs), batch.mask)}
+    tokens = _Counted.of(batch.mask)
+    # What a batch holds is 0 where nothing counts.
+    out = {"approx_kl": Metric(k3(batch.old_log_probs, batch.log_probs).sum(), tokens.total)}
     if batch.entropies is not None:
-        out["entropy"] = _mean(batch.entropies, batch.mask)
-    clipped = {"low": clip.low, "high": clip.high, "dual": clip.dual}
-    if clip.low is not None and clip.high is not None:
-        clipped["region"] = clip.low | clip.high
-    for name, where in clipped.items():
-        if where is not None:
-            out[f"clip_ratio/{name}_mean"] = _mean(where.float(), counted(where, batch.mask))
-    for name, reduce in (("low", "min"), ("high", "max")):
-        if clipped[name] is not None:
-            out[f"clip_ratio/{name}_{reduce}"] = _extreme(clipped[name], batch.mask, reduce)
+        out["entropy"] = Metric(batch.entropies.detach().sum(), tokens.total)
+    out |= _clips(clip, tokens)
     if x["kl"] is not None:
         out |= _kl(x, batch.mask)
-    return out | _value_clips(x, batch) | {name: _mean(term, batch.mask) for name, term in terms.items()}
+    out |= _value_clips(x, batch)
+    named = {name if name not in out else f"regularizer/{name}": term for name, term in terms.items()}
+    return out | {name: tokens.mean(term) for name, term in named.items()}
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A mask with its counts, which several metrics share.
+
+    Attributes:
+        mask: (B, T) bool, or (B, 1) for completions.
+        rows: (B,) how much counts in each row.
+        total: 0-dim.
+    """
+
+    mask: Tensor
+    rows: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> _Counted:
+        rows = mask.sum(1)
+        return cls(mask, rows, rows.sum())
+
+    def mean(self, values: Tensor) -> Metric:
+        return Metric(select(values.detach(), self.mask).sum(), self.total)
+
+
+def _clips(clip: ClipResult, tokens: _Counted) -> dict[str, Metric]:
+    """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
+    flags = {name: where for name in ("low", "high", "dual") if (where := getattr(clip, name)) is not None}
+    if not flags:
+        return {}
+    if len({where.shape for where in flags.values()}) > 1:
+        flags = {name: where.expand_as(tokens.mask) for name, where in flags.items()}
+    if "low" in flags and "high" in flags:
+        flags["region"] = flags["low"] | flags["high"]
+    stacked = torch.stack(list(flags.values()))
+    counts = tokens if stacked.shape[1:] == tokens.mask.shape else _Counted.of(tokens.rows[:, None] > 0)
+    clipped = (stacked & counts.mask).sum(2)  # (flags, B)
+    totals = clipped.sum(1)
+    out = {f"clip_ratio/{name}_mean": Metric(totals[i], counts.total) for i, name in enumerate(flags)}
+    share, empty = clipped / counts.rows, counts.rows == 0
+    for i, name in enumerate(flags):
+        if name == "low":
+            least = share[i].masked_fill(empty, torch.inf).amin()
+            out["clip_ratio/low_min"] = Metric(least, counts.total.clamp(max=1), "min")
+        if name == "high":
+            most = share[i].masked_fill(empty, -torch.inf).amax()
+            out["clip_ratio/high_max"] = Metric(most, counts.total.clamp(max=1), "max")
+    return out
 
 
 def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
     """Share of the tokens where the clip of a value loss takes the gradient away."""
     for bound, _ in x.outputs:
-        if bound.slot == "regularizer" and {"values", "old_values", "returns"} <= set(bound.info.inputs):
-            clip = bound.parameters.get("clip")
-            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=clip)
+        if bound.info.function is value_loss:
+            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=bound.parameters["clip"])
             mask = batch.mask if batch.scored is None else batch.mask & batch.scored[:, None]
             return {"clip_ratio/value": _mean(where.float(), mask)}
     return {}
 
 
 def _kl(x: Workspace, mask: Tensor) -> dict[str, Metric]:
-    return {"kl": _mean(x["kl"], mask), "kl/k3": _mean(k3(x["log_probs"], x["ref_log_probs"]), mask)}
+    kl = _mean(x["kl"], mask)
+    if any(bound.info.function is k3 for bound, _ in x.outputs):
+        return {"kl": kl, "kl/k3": kl}
+    return {"kl": kl, "kl/k3": _mean(k3(x["log_probs"], x["ref_log_probs"]), mask)}
 
 
 def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:
     values = values.detach()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     return Metric(select(values, mask).sum(), mask.sum())
-
-
-def _extreme(where: Tensor | None, mask: Tensor, reduce: str) -> Metric:
-    """The least or largest clipped share of any completion."""
-    assert where is not None
-    valid = counted(where, mask)
-    share = masked_sum(where.float(), valid, dim=1) / valid.sum(1).clamp(min=1)
-    share = share[valid.any(1)]
-    empty = len(share) == 0
-    neutral = torch.inf if reduce == "min" else -torch.inf
-    value = share.new_tensor(neutral) if empty else (share.min() if reduce == "min" else share.max())
-    return Metric(value, torch.tensor(0 if empty else 1), "min" if reduce == "min" else "max")

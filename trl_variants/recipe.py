@@ -6,6 +6,7 @@ coefficient and the components' states in, and takes the new ones out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, counted, masked_sum, select
+from trl_variants.components.masked import LOG_BOUND, masked_sum, select
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
 from trl_variants.variant import Variant
@@ -199,13 +200,12 @@ class Recipe:
 
         log_ratio = x.call(self.importance_ratio)
         x["log_ratio"] = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
-        x["token_weights"] = torch.ones_like(batch.log_probs[:, :1])
-        for weight in self.token_weights:
-            x["token_weights"] = x["token_weights"] * x.call(weight).detach()
+        weights = [x.call(weight).detach() for weight in self.token_weights]
+        x["token_weights"] = functools.reduce(torch.mul, weights) if weights else torch.ones_like(log_ratio[:, :1])
 
         clip = x.call(self.clip_rule)
-        weights = 1.0 if "token_weights" in self.clip_rule.info.inputs else x["token_weights"]
-        x["per_token_loss"] = (clip.loss * weights).expand_as(batch.log_probs)
+        by_rule = not weights or "token_weights" in self.clip_rule.info.inputs
+        x["per_token_loss"] = (clip.loss if by_rule else clip.loss * x["token_weights"]).expand_as(batch.log_probs)
         if self.kl and not self.kl.in_reward:
             x["kl"] = x.call(self.kl.estimator)
             x["per_token_loss"] = x.call(self.kl.placement)
@@ -220,9 +220,12 @@ class Recipe:
             share = masked_sum(terms[term.name], batch.mask) / max(batch.totals.tokens, 1)
             loss = loss + term.parameters["coef"] * share
 
-        if not (loss.isfinite() & batch.is_finite(select(log_ratio, counted(log_ratio, batch.mask)))):
+        with torch.no_grad():
+            finite = (loss + batch.sum_of_all(log_ratio)).isfinite()
+        if not finite:
             x.require_finite()
-            raise VariantError("The loss is not finite, though every component's output is.")
+            if not loss.isfinite():
+                raise VariantError("The loss is not finite, though every component's output is.")
         return LossResult(loss=loss, metrics=metrics.of_loss(x, batch, clip, terms), states=x.states)
 
     # -- what the parts need ----------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "resampled_short": ("dapo", {**RESAMPLED, "max_rounds": 1}),
+    "shared_prompts": ("grpo", {"share_prompts": "always", "num_iterations": 2}),
+    "ppo_shared_prompts": ("ppo", {"share_prompts": "always", "num_iterations": 2}),
     "truncated": ("trl_grpo", {"overrides": {"sample_filter": "truncated"}, "max_completion_length": 12}),
 }
 
@@ -148,7 +150,8 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         "weights": runs.weights(trainer.model),
         "critic": runs.weights(trainer.critic.model) if trainer.critic else torch.zeros(1),
         "logs": [
-            {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch"))} for entry in trainer.logs
+            {k: v for k, v in entry.items() if not k.startswith(("step_time", "epoch", "speed/"))}
+            for entry in trainer.logs
         ],
         "advantages": result.advantages,
         "mask": rollout.mask,

@@ -140,7 +140,7 @@ def test_other_kinds_of_adapters_have_a_reference_that_stays(config: Any, tmp_pa
     assert 0 <= first < 1e-9 and second > 1e-5
     batch = trainer._buffered_inputs[0]
     with trainer.reference.scored() as model:
-        again = trainer._score(model, batch, 4)
+        again = trainer._passes.score(model, batch, 4)["log_probs"]
     torch.testing.assert_close(again, batch["ref_per_token_logps"], atol=1e-6, rtol=0)
 
 

@@ -42,6 +42,22 @@ def test_a_setting_of_the_critic_without_a_critic_is_refused(settings: dict[str,
         ({"critic_learning_rate": float("nan")}, "critic_learning_rate must be above 0, not nan."),
         ({"critic_max_grad_norm": -1.0}, "critic_max_grad_norm must be at least 0, not -1.0."),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0, not -1."),
+        ({"critic_warmup_steps": "2"}, "critic_warmup_steps must be a whole number, not '2'."),
+        ({"critic_warmup_steps": True}, "critic_warmup_steps must be a whole number, not True."),
+        ({"target_kl": "0.1"}, "target_kl must be a number, not '0.1'."),
+        (
+            {"critic_model": ""},
+            "critic_model must be a folder or an id, not ''; a model goes to the trainer.",
+        ),
+        (
+            {"torch_compile": True},
+            "torch_compile is not supported with a critic in this release. Leave one of them out.",
+        ),
+        (
+            {"variant_overrides": {"regularizer": {"coef": 0}}},
+            "variant 'ppo' has a critic, and no regularizer trains it. Add value_loss to regularizer, with a coef "
+            "above 0.",
+        ),
         ({"critic_warmup_steps": 3}, "critic_warmup_steps (3) leaves none of the 3 steps (max_steps) for the policy."),
         ({"target_kl": 0.0}, "target_kl must be above 0, not 0.0."),
         (
@@ -60,7 +76,8 @@ def test_a_setting_of_the_critic_without_a_critic_is_refused(settings: dict[str,
         ),
         (
             {"variant_overrides": {"regularizer": "entropy_bonus"}},
-            "variant 'ppo' has a critic, and no regularizer trains it. Add value_loss to regularizer.",
+            "variant 'ppo' has a critic, and no regularizer trains it. Add value_loss to regularizer, with a coef "
+            "above 0.",
         ),
         (
             {"variant_overrides": {"critic": "none"}},

@@ -16,13 +16,15 @@ from transformers import (
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen2ForSequenceClassification,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from tests import tiny
 from tests.trainer import runs
 from tests.trainer.test_adapters import LORA, base_weights
 from trl_variants import VariantError
-from trl_variants.trainer.critic_model import backbone_of
+from trl_variants.trainer.forward import backbone_of
 
 SHARED = {"critic": "shared"}
 KINDS = {"separate": {}, "shared": SHARED}
@@ -41,22 +43,22 @@ def ppo(
 
 
 class Positions(nn.Module):
-    """A backbone whose state is the number of its position, counted from the first token that is no padding."""
+    """A backbone whose state is the number of its position."""
 
     def __init__(self, like: Any) -> None:
         super().__init__()
         self.config = like.config
 
-    def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
-        place = attention_mask.cumsum(1).float() - 1
-        return SimpleNamespace(last_hidden_state=place[..., None].expand(*place.shape, 16))
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        place = torch.arange(input_ids.shape[1]).float()
+        return SimpleNamespace(last_hidden_state=place[None, :, None].expand(*input_ids.shape, 16))
 
     gradient_checkpointing_enable = gradient_checkpointing_disable = lambda self, **_: None
     is_gradient_checkpointing = False
 
 
 def test_a_value_is_read_at_the_position_that_predicts_its_token(tmp_path: Any) -> None:
-    trainer = ppo(tmp_path, options={"rollout_func": runs.scripted()}, max_steps=1)
+    trainer = ppo(tmp_path, options={"rollout_func": runs.scripted()}, max_steps=1, share_prompts="never")
     critic = trainer.critic.model
     critic.backbone = Positions(critic.backbone)
     with torch.no_grad():
@@ -95,6 +97,7 @@ def test_a_shared_critic_reads_the_states_of_the_policys_own_forward(checkpointi
     start = copy.deepcopy(trainer.model)
     start.__dict__.pop("forward", None)
     forwards = []
+    trainer._passes.may_share(trainer.model.base_model)
     trainer.model.base_model.register_forward_hook(lambda *_: forwards.append(1))
     loss = trainer.spy.loss
     counts: list[int] = []
@@ -328,6 +331,54 @@ def test_a_critic_that_knows_too_few_tokens_is_refused(tmp_path: Any) -> None:
         ppo(tmp_path, options={"critic_model": small})
 
 
+def test_a_critic_model_that_is_part_of_another_model_is_copied(tmp_path: Any) -> None:
+    policy, judge = tiny.model(), runs.reward_model()
+    inside = ppo(tmp_path, model=policy, options={"critic_model": policy.model})
+    assert inside.critic.model.backbone is not policy.model
+    options = {"reward_processing_classes": [tiny.tokenizer()], "critic_model": judge.model}
+    before = runs.digest(judge)
+    ppo(tmp_path, rewards=[judge], options=options).train()
+    assert runs.digest(judge) == before
+
+
+def test_a_mixture_of_experts_is_no_model_that_reads_later_tokens(tmp_path: Any) -> None:
+    # The third token changes how many rows an expert multiplies, and so the last bits of the first two.
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 64, "num_experts": 8}
+    config = Qwen2MoeConfig(
+        vocab_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=64,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **sizes,
+    )
+    ppo(tmp_path, model=Qwen2MoeForCausalLM(config)).train()
+
+
+@pytest.mark.parametrize("target", ["all-linear", r"model\.layers\.\d+\.self_attn\.(q|v)_proj"])
+def test_adapters_find_their_places_in_a_critic_from_elsewhere(target: str, tmp_path: Any) -> None:
+    lora = LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM")
+    trainer = ppo(tmp_path, options={"critic_model": runs.reward_model(), "peft_config": lora})
+    names = [name for name, p in trainer.critic.model.named_parameters() if p.requires_grad]
+    assert sum(".lora_A." in name for name in names) == (7 if target == "all-linear" else 2)
+    assert sum("head." in name for name in names) == 2
+    trainer.train()
+
+
+def test_a_frozen_part_of_the_policy_is_trained_and_saved_in_the_critic(tmp_path: Any) -> None:
+    model = tiny.model()
+    model.model.embed_tokens.requires_grad_(False)
+    trainer = ppo(tmp_path, model=model, save_strategy="steps", save_steps=2)
+    trainer.train()
+    again = ppo(tmp_path / "b", critic_model=str(tmp_path / "checkpoint-2" / "critic"))
+    assert torch.equal(runs.weights(again.critic.model), runs.weights(trainer.critic.model))
+
+
 def test_critic_model_without_a_separate_critic_or_twice_is_refused(tmp_path: Any) -> None:
     options = {"critic_model": runs.reward_model()}
     with pytest.raises(VariantError, match="the critic of this variant is shared"):
@@ -377,18 +428,23 @@ def test_values_are_float32_whatever_the_model_is(kind: str, how: str, tmp_path:
     assert all(gradient.isfinite().all() for gradient in trainer.critic_gradients)
 
 
-def test_dropout_moves_no_value_of_the_rollout(tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_moves_neither_values_nor_kl_of_the_rollout(kind: str, tmp_path: Any) -> None:
     model = runs.variation(attention_dropout=0.5)
-    trainer = ppo(tmp_path, model=model, options={"rollout_func": runs.scripted()}, max_steps=1)
+    trainer = ppo(
+        tmp_path, kind, model=model, options={"rollout_func": runs.scripted()}, max_steps=1, learning_rate=0.0
+    )
+    head = trainer.critic.model if kind == "shared" else trainer.critic.model.head
     with torch.no_grad():
-        trainer.critic.model.head.weight.fill_(0.3)
+        head.weight.fill_(0.3)
     trainer.train()
-    batch = trainer.spy.batches[0][0]
-    assert trainer.critic.model.training
-    output = trainer.generated[0]
-    again = trainer.critic.score(output, [], 4)[0]
+    assert trainer.critic.model.training and trainer.model.training
+    batch, output = trainer.spy.batches[0][0], trainer.generated[0]
     assert not torch.equal(batch.values, batch.old_values)  # learned with dropout, as the policy is
-    assert torch.equal(again, trainer.critic.score(output, [], 4)[0])  # scored without
+    trainer.model.eval()
+    again = trainer._passes.score(trainer.model, output, 4, critic=trainer.critic)
+    torch.testing.assert_close(again["values"], output["old_values"])
+    assert trainer.logs[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ OFF = {name: ["none", {"coef": 0}] for name in WITH_KL} | {"grpo": ["none", None
 
 def forwards(trainer: runs.Watched) -> dict[str, int]:
     """How often each model's backbone ran in one optimizer step over 2 micro-batches, where nothing is generated."""
+    trainer._passes.may_share(trainer.model.base_model)  # which tries it on a few tokens
     count = {"policy": 0, "reference": 0}
     for name, model in (("policy", trainer.model), ("reference", trainer.ref_model)):
         if model is not None:

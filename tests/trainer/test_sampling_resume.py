@@ -13,7 +13,7 @@ import torch
 
 from tests import tiny
 from tests.trainer import runs
-from tests.trainer.test_sampling import CARRYING, built, prompts, resampled
+from tests.trainer.test_sampling import CARRYING, built, prompts, resampled, timeless
 
 #: Two epochs over each rollout of 2 groups, out of 9 prompts: rollouts begin before steps 1, 3, 5, 7.
 SETTINGS: dict[str, Any] = {
@@ -51,10 +51,6 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return state["sampling"]
 
 
-def plain(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "step_time"}
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runs.Watched]:
     folder = tmp_path_factory.mktemp("run") / "whole"
@@ -82,7 +78,7 @@ def test_from_a_rollouts_end_it_goes_on_bit_for_bit(step: int, whole: Any, tmp_p
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
             assert torch.equal(value, theirs[name]), name
-    ours, whole_logs = [[plain(e) for e in t.logs if e["step"] > step] for t in (trainer, uninterrupted)]
+    ours, whole_logs = [[timeless(e) for e in t.logs if e["step"] > step] for t in (trainer, uninterrupted)]
     assert ours == whole_logs
     assert list(trainer._logs["prompt"]) == list(uninterrupted._logs["prompt"])
     a, b = trainer.resampler.state(), uninterrupted.resampler.state()

@@ -86,7 +86,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         tensor([[0.1065, 0.1487]])
     """
     d = (log_probs - ref_log_probs).clamp(min=-LOG_BOUND)
-    return torch.exp(-d) + d - 1
+    return torch.expm1(-d) + d  # exact also where d is small
 
 
 @component(name="abs", formula=r"|\log\pi_\theta - \log\pi_{\text{ref}}|")

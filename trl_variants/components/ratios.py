@@ -60,7 +60,7 @@ def sequence(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
         >>> sequence(torch.tensor([[1.0, 3.0, 9.0]]), torch.zeros(1, 3), torch.tensor([[1, 1, 0]]))
         tensor([[2.]])
     """
-    return masked_mean(select(log_probs, mask) - select(old_log_probs, mask), mask, dim=1)[:, None]
+    return masked_mean(log_probs - old_log_probs, mask, dim=1)[:, None]
 
 
 @component(

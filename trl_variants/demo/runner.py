@@ -131,8 +131,10 @@ def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
     proposed = variant.num_generations or (1 if variant.critic else plan.num_generations)
     generations = settings.num_generations or proposed
     recipe.check_generations(generations)
-    # With several epochs over each, half as many rollouts do.
-    steps = int(plan.steps * max(1, (variant.num_iterations or 1) / 2)) if settings.steps is None else settings.steps
+    # With several epochs over each, half as many rollouts do, in smaller steps.
+    epochs = variant.num_iterations or 1
+    steps = int(plan.steps * max(1, epochs / 2)) if settings.steps is None else settings.steps
+    rate = plan.learning_rate * (2 / 3 if epochs > 1 else 1)
     for name, value in (("steps", steps), ("logging_steps", settings.logging_steps)):
         if value < 1:
             raise VariantError(f"{name} must be at least 1, not {value}.")
@@ -140,7 +142,7 @@ def _plan(settings: DemoSettings, recipe: Recipe) -> _Plan:
     return replace(
         plan,
         steps=steps,
-        learning_rate=plan.learning_rate if settings.learning_rate is None else settings.learning_rate,
+        learning_rate=rate if settings.learning_rate is None else settings.learning_rate,
         num_generations=generations,
         batch=max(1, round(plan.batch / generations)) * generations,  # whole groups
         cpu=cpu,

@@ -15,38 +15,24 @@ from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.resolution import resolve
-from trl_variants.trainer.config_checks import check_engine, check_learning, check_sampling, check_schedule
+from trl_variants.trainer.config_checks import (
+    check_engine,
+    check_layout,
+    check_learning,
+    check_prefill,
+    check_sampling,
+    check_schedule,
+)
 from trl_variants.trainer.config_values import parse_mapping, plain
+from trl_variants.trainer.owned import Owned, OwnedSettings, refusal
 
 __all__ = ["VariantConfig"]
 
 _DEFAULT_GENERATIONS = 8  # TRL's
 
 
-class _Owned(str):
-    """The help text of a field that the variant decides, with what to write instead and what TRL is shown.
-
-    It travels as the help text because the argument parser takes everything else in a field's metadata for its own.
-    """
-
-    override: str
-    neutral: Any
-
-
-def _owned(override: str, neutral: Any) -> Any:
-    """A field of GRPOConfig that the variant decides.
-
-    Args:
-        override: What to write in ``variant_overrides`` instead.
-        neutral: What TRL's own checks and constructor see.
-    """
-    text = _Owned(f"Decided by the variant. Use variant_overrides: {{{override}}}.")
-    text.override, text.neutral = override, neutral
-    return field(default=None, metadata={"help": text})
-
-
 @dataclass
-class VariantConfig(GRPOConfig):
+class VariantConfig(OwnedSettings, GRPOConfig):
     """Configuration of `VariantTrainer`: `trl.GRPOConfig` plus a variant.
 
     Parameters:
@@ -64,6 +50,15 @@ class VariantConfig(GRPOConfig):
         target_kl (`float`, *optional*):
             Stop the updates of a rollout once KL(old policy, policy), estimated over a whole optimizer step, passes
             this, in nats per token.
+        shuffle (`str`, *optional*, defaults to `"rows"`):
+            What is shuffled before a rollout is cut into mini-batches: `"rows"`, or `"groups"`, which keeps the
+            completions of a prompt in one mini-batch where they fit.
+        cut_micro_batches (`bool`, *optional*, defaults to `True`):
+            Cut each optimizer step into its micro-batches so that the least padding is computed. Rows per micro-batch
+            then differ; none holds more tokens than `per_device_train_batch_size` rows of the longest.
+        share_prompts (`str`, *optional*, defaults to `"auto"`):
+            Compute each distinct prompt of a micro-batch once and its completions on top: `"auto"` where it costs
+            less, `"always"` wherever the model can, `"never"`.
         critic_model (`str`, *optional*):
             Where a separate critic starts from: a folder or id of a model, or the `critic` folder of a checkpoint.
             Default: the reward model where there is one, else the policy.
@@ -73,6 +68,10 @@ class VariantConfig(GRPOConfig):
             Largest gradient norm of the critic. Default: `max_grad_norm`.
         critic_warmup_steps (`int`, *optional*):
             First optimizer steps, in which the critic alone learns and the policy stays as it is. Default: 0.
+        prefill_once (`bool`, *optional*):
+            Run each distinct prompt through the model once when transformers generates, not once per completion. True
+            is an error where the config rules it out, and a warning where the model does; False switches it off.
+            Default: wherever it gives the same tokens.
 
         max_rounds (`int`, *optional*):
             With `sampling: resample`: rounds of prompts that one rollout may take; at the limit it trains on what
@@ -137,45 +136,32 @@ class VariantConfig(GRPOConfig):
         default=None, metadata={"help": "Rollouts that a carried group may wait; then it is dropped. Default: 1."}
     )
 
-    # The variant alone.
-    loss_type: str | None = _owned("loss_aggregator: ...", "grpo")
-    beta: float | None = _owned("kl: {coef: ...}", 0.0)
-    use_bias_correction_kl: bool | None = _owned("kl: {weighted: ...}", False)
-    epsilon: float | None = _owned("clip_rule: {epsilon_low: ..., epsilon_high: ...}", 0.2)
-    epsilon_high: float | None = _owned("clip_rule: {epsilon_high: ...}", None)
-    delta: float | None = _owned("clip_rule: {name: dual_clip, c: ...}", None)
-    importance_sampling_level: str | None = _owned("importance_ratio: ...", "token")
-    scale_rewards: str | None = _owned("advantage_normalizer: ...", "none")
-    multi_objective_aggregation: str | None = _owned("advantage_estimator: ...", "sum_then_normalize")
-    mask_truncated_completions: bool | None = _owned("sample_filter: truncated", False)
-    entropy_coef: float | None = _owned("regularizer: {name: entropy_bonus, coef: ...}", 0.0)
-    use_adaptive_entropy: bool | None = _owned("regularizer: adaptive_entropy", False)
-    entropy_coef_min: float | None = _owned("regularizer: {name: adaptive_entropy, low: ...}", 0.0)
-    entropy_coef_max: float | None = _owned("regularizer: {name: adaptive_entropy, high: ...}", 1.0)
-    entropy_coef_delta: float | None = _owned("regularizer: {name: adaptive_entropy, delta: ...}", 0.005)
-    entropy_target: float | None = _owned("regularizer: {name: adaptive_entropy, target: ...}", 0.2)
-    top_entropy_quantile: float | None = _owned("token_weight: ...", 1.0)
-    off_policy_mask_threshold: float | None = _owned("token_weight: ...", None)
-    vllm_importance_sampling_correction: bool | None = _owned("token_weight: rollout_correction", False)
-    vllm_importance_sampling_mode: str | None = _owned("token_weight: {mode: ...}", "sequence_mask")
-    vllm_importance_sampling_clip_max: float | None = _owned("token_weight: {clip_max: ...}", 3.0)
-    vllm_importance_sampling_clip_min: float | None = _owned("token_weight: {clip_min: ...}", None)
-    vllm_importance_sampling_cap: float | None = _owned("token_weight: {clip_max: ...}", None)
-    sapo_temperature_neg: float | None = _owned("clip_rule: ...", 1.05)
-    sapo_temperature_pos: float | None = _owned("clip_rule: ...", 1.0)
-    vespo_k_pos: float | None = _owned("clip_rule: ...", 2.0)
-    vespo_lambda_pos: float | None = _owned("clip_rule: ...", 3.0)
-    vespo_k_neg: float | None = _owned("clip_rule: ...", 3.0)
-    vespo_lambda_neg: float | None = _owned("clip_rule: ...", 2.0)
-    sync_ref_model: bool | None = _owned("kl: ...", False)
-    ref_model_mixup_alpha: float | None = _owned("kl: ...", 0.6)
-    ref_model_sync_steps: int | None = _owned("kl: ...", 512)
+    # How a rollout is laid out and computed; the numbers are the same.
+    shuffle: str = field(
+        default="rows",
+        metadata={
+            "help": "What is shuffled before mini-batches are cut: rows, or groups, which keeps prompts together."
+        },
+    )
+    cut_micro_batches: bool = field(
+        default=True, metadata={"help": "Cut each optimizer step into micro-batches with the least padding."}
+    )
+    share_prompts: str = field(
+        default="auto",
+        metadata={"help": "Compute each distinct prompt of a micro-batch once: auto (by cost), always or never."},
+    )
+
+    # Of generation.
+    prefill_once: bool | None = field(
+        default=None,
+        metadata={"help": "Run each prompt once when transformers generates. Default: where the tokens are the same."},
+    )
 
     def __post_init__(self) -> None:
         """Resolve the variant, then run every check of TRL's with neutral values in the fields that it decides."""
         set_here = [owned for owned in self._owned_fields() if getattr(self, owned.name) is not None]
         if set_here:
-            raise VariantError("\n".join(_refusal(owned.name, owned.metadata["help"].override) for owned in set_here))
+            raise VariantError("\n".join(refusal(owned.name, owned.metadata["help"].override) for owned in set_here))
         for owned in self._owned_fields():
             setattr(self, owned.name, owned.metadata["help"].neutral)
         if isinstance(self.variant_overrides, str):
@@ -192,6 +178,8 @@ class VariantConfig(GRPOConfig):
         check_schedule(self)
         check_learning(self)
         check_sampling(self)
+        check_layout(self)
+        check_prefill(self)
         rehearse(self._recipe, max_length=self.max_completion_length)
 
     @property
@@ -211,7 +199,7 @@ class VariantConfig(GRPOConfig):
 
     @classmethod
     def _owned_fields(cls) -> Iterator[Any]:
-        return (f for f in fields(cls) if isinstance(f.metadata.get("help"), _Owned))
+        return (f for f in fields(cls) if isinstance(f.metadata.get("help"), Owned))
 
     @contextmanager
     def _generations_unchecked(self) -> Iterator[None]:
@@ -261,12 +249,3 @@ class _Unchecked(int):
 
     def __rmod__(self, other: object) -> int:
         return 0
-
-
-def _refusal(name: str, override: str) -> str:
-    if override.endswith("_weight: ...") or name.startswith(("sapo", "vespo")):
-        override += " (with a component that does this, from a plugin)"
-        return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
-    if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
-        return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
-    return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."

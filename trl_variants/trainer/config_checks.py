@@ -7,13 +7,22 @@ import os
 from math import gcd
 from typing import TYPE_CHECKING
 
-from trl_variants.errors import VariantError
+from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.trainer.prefill_reasons import config_reason
 
 if TYPE_CHECKING:
     from trl_variants.recipe import Recipe
     from trl_variants.trainer.config import VariantConfig
 
-__all__ = ["can_carry", "check_engine", "check_learning", "check_sampling", "check_schedule"]
+__all__ = [
+    "can_carry",
+    "check_engine",
+    "check_layout",
+    "check_learning",
+    "check_prefill",
+    "check_sampling",
+    "check_schedule",
+]
 
 _CRITIC = ("critic_model", "critic_learning_rate", "critic_max_grad_norm", "critic_warmup_steps")
 _SAMPLING = ("max_rounds", "carry_surplus", "max_carry_age")
@@ -75,6 +84,18 @@ def check_schedule(config: VariantConfig) -> None:
         )
 
 
+def check_layout(config: VariantConfig) -> None:
+    """Check how a rollout is laid out.
+
+    Raises:
+        VariantError: A value is not one of the choices.
+    """
+    for name, choices in (("shuffle", ("rows", "groups")), ("share_prompts", ("auto", "always", "never"))):
+        value = getattr(config, name)
+        if value not in choices:
+            raise VariantError(f"{name} must be {listing(choices)}, not {value!r}.{did_you_mean(str(value), choices)}")
+
+
 def check_learning(config: VariantConfig) -> None:
     """Check the fields of the critic and ``target_kl``.
 
@@ -89,14 +110,12 @@ def check_learning(config: VariantConfig) -> None:
             "critic_model is set, and a shared critic is a head on the policy's backbone. Use variant_overrides: "
             "{critic: separate}, or leave critic_model out."
         )
-    for name in ("critic_learning_rate", "target_kl"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise VariantError(f"{name} must be above 0, not {value}.")
-    for name in ("critic_max_grad_norm", "critic_warmup_steps"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise VariantError(f"{name} must be at least 0, not {value}.")
+    for name in ("critic_learning_rate", "target_kl", "critic_max_grad_norm", "critic_warmup_steps"):
+        _check_number(config, name)
+    if config.critic_model is not None and not (isinstance(config.critic_model, str) and config.critic_model):
+        raise VariantError(
+            f"critic_model must be a folder or an id, not {config.critic_model!r}; a model goes to the trainer."
+        )
     if config.target_kl is not None and config.updates_per_rollout == 1:
         raise VariantError(
             "target_kl is set, and there is one update per rollout, so there is none left to stop. Set num_iterations "
@@ -111,6 +130,18 @@ def check_learning(config: VariantConfig) -> None:
         )
 
 
+def _check_number(config: VariantConfig, name: str) -> None:
+    value = getattr(config, name)
+    if value is None:
+        return
+    kind: type | tuple[type, ...] = int if name == "critic_warmup_steps" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise VariantError(f"{name} must be {'a whole number' if kind is int else 'a number'}, not {value!r}.")
+    least, said = (0, "at least 0") if name in ("critic_max_grad_norm", "critic_warmup_steps") else (None, "above 0")
+    if not (value < math.inf and (value > 0 if least is None else value >= least)):
+        raise VariantError(f"{name} must be {said}, not {value}.")
+
+
 def _refuse_critic_fields(config: VariantConfig) -> None:
     unused = [name for name in _CRITIC if getattr(config, name) is not None]
     if unused:
@@ -122,15 +153,19 @@ def _refuse_critic_fields(config: VariantConfig) -> None:
 
 def _check_critic(config: VariantConfig) -> None:
     recipe, warmup = config.recipe, config.critic_warmup_steps or 0
-    if not any(bound.info.needs("values") for bound in recipe.regularizers):
+    if not any(b.info.needs("values") and b.parameters["coef"] > 0 for b in recipe.regularizers):
         raise VariantError(
             f"variant '{recipe.variant.name}' has a critic, and no regularizer trains it. Add value_loss to "
-            "regularizer."
+            "regularizer, with a coef above 0."
         )
     if warmup >= config.max_steps > 0:
         raise VariantError(
             f"critic_warmup_steps ({warmup}) leaves none of the {config.max_steps} steps (max_steps) for the policy."
         )
+    if config.torch_compile:
+        raise VariantError("torch_compile is not supported with a critic in this release. Leave one of them out.")
+    if str(config.optim).rpartition(".")[2].lower().startswith("schedule_free"):
+        raise VariantError(f"optim {config.optim} cannot step a critic as well. Use optim: adamw_torch.")
     if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise VariantError(
             f"lr_scheduler_type {config.lr_scheduler_type.value} steps by a metric, and a critic has none. Use another."
@@ -187,6 +222,21 @@ def check_engine(config: VariantConfig) -> None:
                 f"{engine} is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
                 "--multi_gpu), or a variant without a critic."
             )
+
+
+def check_prefill(config: VariantConfig) -> None:
+    """Refuse ``prefill_once: true`` where it could have no effect.
+
+    Raises:
+        VariantError: It could not.
+    """
+    if not config.prefill_once:
+        return
+    reason = config_reason(config)
+    if reason is None and config.num_generations == 1 and (config.num_generations_eval or 1) == 1:
+        reason = "num_generations is 1, so that no prompt repeats"
+    if reason:
+        raise VariantError(f"prefill_once is true, and cannot apply: {reason}. Leave prefill_once out.")
 
 
 def _either(*values: int) -> str:

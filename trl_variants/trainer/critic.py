@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_variants.errors import VariantError
-from trl_variants.trainer.compat import VISION_INPUTS
-from trl_variants.trainer.critic_model import (
-    WEIGHTS,
-    ValueHead,
-    backbone_of,
-    build_separate,
-    captured_states,
-    hidden_size,
-)
+from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, check_backbone
+from trl_variants.trainer.forward import RowForward, backbone_of
 
 __all__ = ["Critic", "StepCritic"]
 
@@ -53,7 +47,8 @@ class Critic:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self._backbone = backbone_of(policy)
         if self.shared:
-            self.model: nn.Module = ValueHead(hidden_size(self._backbone))
+            width = check_backbone(self._backbone, len(trainer._tokenizer), "the policy")
+            self.model: nn.Module = ValueHead(width)
         else:
             separate = build_separate(trainer, critic_model, peft_config)
             if args.disable_dropout:
@@ -67,57 +62,41 @@ class Critic:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def watching(self, inputs: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+    def watching(self) -> AbstractContextManager[list[Tensor]]:
         """Collect, while the context lasts, what a shared critic needs of the policy's forward."""
-        if not self.shared:
-            return nullcontext([])
-        return captured_states(self._backbone, inputs["completion_ids"].size(1))
+        return captured_states(self._backbone) if self.shared else nullcontext([])
 
-    def values(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+    def values(self, layout: RowForward, states: list[Tensor]) -> Tensor:
         """(B, T) values now, with gradient.
 
         Args:
-            inputs: A micro-batch.
+            layout: The rows of a micro-batch.
             states: What `watching` collected.
         """
         self.model.train(self._trainer.model.training)
         # Gradients of a step's earlier micro-batches stay local until its last one.
         last = self._accelerator.sync_gradients or not self.model.training
         with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
-            return self._forward(inputs, states)[:, :-1]
+            return layout.scatter(self._forward(layout, states))
 
-    def score(self, inputs: dict[str, Any], states: list[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        """(N, T) values and the (N,) value after the last token, without gradient and without dropout.
+    def score(self, layout: RowForward, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, T) values and the (B,) value after the last token, without gradient and without dropout.
 
         Args:
-            inputs: A rollout of this process.
+            layout: Rows of a rollout, the states after their last tokens included.
             states: What `watching` collected.
-            size: Rows of a forward.
-
-        Raises:
-            VariantError: The rows hold images, and the critic is separate.
         """
-        if not self.shared and any(inputs.get(name) is not None for name in VISION_INPUTS):
-            raise VariantError("A separate critic reads text only. Use variant_overrides: {critic: shared}.")
         self.model.eval()
-        rows = range(0, len(inputs["completion_ids"]), size)
         with torch.no_grad(), self._no_checkpointing():
-            if self.shared:
-                values = self._forward(inputs, states)
-            else:
-                values = torch.cat([self._forward(_rows(inputs, i, i + size), []) for i in rows])
-        lengths = inputs["completion_mask"].sum(1)
-        return values[:, :-1], values.gather(1, lengths[:, None])[:, 0]
+            values = self._forward(layout, states)
+        return layout.scatter(values), layout.last(values)
 
-    def _forward(self, inputs: dict[str, Any], states: list[Tensor]) -> Tensor:
+    def _forward(self, layout: RowForward, states: list[Tensor]) -> Tensor:
         if self.shared:
-            shared: Tensor = self._wrapped(torch.cat(states))
-            return shared
-        values: Tensor = self._wrapped(
-            inputs["completion_ids"].size(1),
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        )
+            values: Tensor = self._wrapped(states[-1])
+        else:
+            can_share = layout.shared and self._trainer._passes.may_share(self.model.backbone)  # type: ignore[arg-type]
+            values = self._wrapped(layout if can_share == layout.shared else replace(layout, shared=False))
         return values
 
     def _no_checkpointing(self) -> AbstractContextManager[Any]:
@@ -145,8 +124,15 @@ class Critic:
         self._optimizer = cls(groups, **{**kwargs, "lr": rate})
 
     def create_scheduler(self, steps: int) -> None:
-        """A schedule of the policy's kind, over as many steps."""
+        """A schedule of the policy's kind, over as many steps.
+
+        Raises:
+            VariantError: The critic's warm-up is as long as the run.
+        """
         assert self._optimizer is not None
+        warmup = self._args.critic_warmup_steps or 0
+        if warmup >= steps:
+            raise VariantError(f"critic_warmup_steps ({warmup}) leaves none of the {steps} steps for the policy.")
         self._scheduler = get_scheduler(
             self._args.lr_scheduler_type,
             optimizer=self._optimizer,
@@ -180,8 +166,7 @@ class Critic:
         """Write the trained weights, and the state of optimizer and schedule, into a folder of a checkpoint."""
         folder = Path(checkpoint) / _FOLDER
         folder.mkdir(exist_ok=True)
-        trained = {name: p.detach().contiguous() for name, p in self.model.named_parameters() if p.requires_grad}
-        save_file(trained, folder / WEIGHTS)
+        save_file({name: p.detach().contiguous() for name, p in self._saved()}, folder / WEIGHTS)
         if not self.shared:
             self.model.backbone.config.save_pretrained(folder)  # type: ignore[union-attr]
             self._trainer._tokenizer.save_pretrained(folder)
@@ -190,8 +175,22 @@ class Critic:
             state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
             torch.save(state, folder / "optimizer.pt")
 
-    def load(self, checkpoint: str) -> None:
+    def _saved(self) -> list[tuple[str, nn.Parameter]]:
+        """The weights that a checkpoint holds: all of them, or the trained ones where the rest is a frozen base."""
+        named = list(self.model.named_parameters())
+        adapted = any(".lora_" in name or not p.requires_grad for name, p in named)
+        return [(name, p) for name, p in named if p.requires_grad or not adapted]
+
+    def forget_gradients(self) -> None:
+        """Drop what a run that ended within a step has left."""
+        self.model.zero_grad()
+
+    def load(self, checkpoint: str, *, optimizer: bool = True) -> None:
         """Go on from a checkpoint.
+
+        Args:
+            checkpoint: Its folder.
+            optimizer: Whether optimizer and schedule go on too.
 
         Raises:
             VariantError: It has no critic, or another kind of critic.
@@ -200,14 +199,13 @@ class Critic:
         if not (folder / WEIGHTS).is_file():
             raise VariantError(f"{checkpoint} has no critic, so the run cannot go on from it with one.")
         weights = load_file(folder / WEIGHTS)
-        expected = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        if set(weights) != expected:
+        if set(weights) != {name for name, _ in self._saved()}:
             raise VariantError(
                 f"The critic in {checkpoint} is of another kind than this run's: it was written with other settings of "
                 "critic, critic_model or PEFT."
             )
         self.model.load_state_dict(weights, strict=False)
-        if (folder / "optimizer.pt").is_file() and self._optimizer is not None:
+        if optimizer and (folder / "optimizer.pt").is_file() and self._optimizer is not None:
             state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self._optimizer.load_state_dict(state["optimizer"])
             self._scheduler.load_state_dict(state["scheduler"])
@@ -222,8 +220,3 @@ class StepCritic(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Step, and log."""
         self._trainer._log_metrics("train", self._trainer.critic.step())
-
-
-def _rows(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    return {name: inputs[name][start:stop] for name in names}

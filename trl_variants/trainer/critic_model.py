@@ -1,8 +1,7 @@
 """The critic's modules: a value per token from a model of its own, or from a head on the policy's backbone.
 
-V_t is read at the position that predicts token t: for a prompt of P tokens that is position P - 1 + t, whose state has
-seen the tokens before t and not t itself. So T completion tokens give T + 1 values; the last is the value after the
-last token, from which a completion that was cut may bootstrap.
+V_t is read at the state that predicts token t, which has seen the tokens before t and not t itself. The state after the
+last token gives one more value, from which a completion that was cut may bootstrap.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from transformers import (
 from trl.trainer.utils import get_config_model_id
 
 from trl_variants.errors import VariantError
+from trl_variants.trainer.forward import RowForward, backbone_of
 
-__all__ = ["WEIGHTS", "SeparateCritic", "ValueHead", "backbone_of", "build_separate", "captured_states"]
+__all__ = ["WEIGHTS", "SeparateCritic", "ValueHead", "build_separate", "captured_states", "check_backbone"]
 
 #: Models whose head gives values: reward models, and the value models of other trainers.
 _VALUED = {
@@ -53,7 +53,7 @@ class ValueHead(nn.Module):
                 self.bias.copy_(bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, T + 1, H) states to (B, T + 1) values."""
+        """(·, H) states to (·) values."""
         with torch.autocast(states.device.type, enabled=False):
             return nn.functional.linear(states.float(), self.weight, self.bias)[..., 0]
 
@@ -66,35 +66,22 @@ class SeparateCritic(nn.Module):
         self.backbone = backbone
         self.head = head
 
-    def forward(self, tokens: int, **inputs: Any) -> Tensor:
-        """(B, T + 1) values for completions of ``tokens`` tokens."""
-        states = self.backbone(**inputs, use_cache=False).last_hidden_state
-        values: Tensor = self.head(states[:, -tokens - 1 :])
+    def forward(self, layout: RowForward) -> Tensor:
+        """(1, n) values at the states of a layout."""
+        values: Tensor = self.head(layout.states(self.backbone).last_hidden_state)
         return values
 
 
-def backbone_of(policy: Any) -> nn.Module:
-    """The transformer below the language-model head, with its adapters."""
-    model = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    backbone: nn.Module = model.base_model
-    return backbone
-
-
-def hidden_size(backbone: Any) -> int:
-    """H of a transformer."""
-    return int(backbone.config.get_text_config().hidden_size)
-
-
 @contextmanager
-def captured_states(backbone: nn.Module, tokens: int) -> Iterator[list[Tensor]]:
-    """Collect the (B, T + 1, H) last hidden states of every forward of the backbone, with their gradient.
+def captured_states(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the (1, n, H) states of every forward of the backbone, with their gradient.
 
     A hook on the backbone as a whole fires once per forward, also under gradient checkpointing: that recomputes layers.
     """
     states: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
-        states.append(output.last_hidden_state[:, -tokens - 1 :])
+        states.append(output.last_hidden_state)
 
     handle = backbone.register_forward_hook(keep)
     try:
@@ -122,41 +109,48 @@ def build_separate(trainer: Any, critic_model: str | PreTrainedModel | None, pef
     rewards = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
     reward_models = [(model, theirs) for model, theirs in rewards if isinstance(model, nn.Module)]
     if isinstance(critic_model, str):
-        backbone, head = _from_path(critic_model, policy, trainer.args)
-        _require_same_tokenizer(tokenizer, _tokenizer_at(critic_model), f"critic_model {critic_model}")
         where = f"critic_model {critic_model}"
+        backbone, head = _from_path(critic_model, policy, trainer.args)
+        _require_same_tokenizer(tokenizer, _tokenizer_at(critic_model, trainer.args), where)
     elif critic_model is not None:
-        shared = any(critic_model is model for model in (policy, *(model for model, _ in reward_models)))
-        backbone, head = _parts(copy.deepcopy(critic_model) if shared else critic_model)
         where = "critic_model"
+        taken = {id(p) for model in (policy, *(model for model, _ in reward_models)) for p in model.parameters()}
+        shared = any(id(p) in taken for p in critic_model.parameters())
+        backbone, head = _parts(copy.deepcopy(critic_model) if shared else critic_model)
     elif reward_models:
         model, theirs = reward_models[0]
         where = f"the reward model {get_config_model_id(model.config) or type(model).__name__}"
         _require_same_tokenizer(tokenizer, theirs, where)
         backbone, head = _parts(copy.deepcopy(trainer.accelerator.unwrap_model(model)))
     else:
-        backbone, head, where = copy.deepcopy(backbone_of(policy)), None, "the policy"
-    _check_backbone(backbone, len(tokenizer), where)
-    if where != "the policy":
+        where = "the policy"
+        backbone, head = copy.deepcopy(backbone_of(policy)), None
+    width = check_backbone(backbone, len(tokenizer), where)
+    if not hasattr(policy, "peft_config"):
         backbone.requires_grad_(True)
-        if hasattr(policy, "peft_config"):
-            _add_adapter(backbone, peft_config or policy.peft_config[policy.active_adapter])
-    return SeparateCritic(backbone, head or ValueHead(hidden_size(backbone)))
+    elif where != "the policy":
+        backbone.requires_grad_(True)
+        prefix = policy.get_base_model().base_model_prefix
+        _add_adapter(backbone, peft_config or policy.peft_config[policy.active_adapter], prefix)
+    return SeparateCritic(backbone, head or ValueHead(width))
 
 
 def _from_path(path: str, policy: Any, args: Any) -> tuple[nn.Module, ValueHead | None]:
     options = {"trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **options)
     weights = Path(path) / WEIGHTS
+    if weights.is_file() and not (Path(path) / "config.json").is_file():
+        raise VariantError(f"critic_model {path} holds the head of a shared critic, not a whole one.")
+    config = AutoConfig.from_pretrained(path, **options)
+    options |= {"dtype": policy.dtype, "attn_implementation": policy.config._attn_implementation}
     if weights.is_file():  # the critic of a checkpoint
-        backbone = AutoModel.from_config(config, dtype=policy.dtype, **options)
-        critic = SeparateCritic(backbone, ValueHead(hidden_size(backbone)))
+        backbone = AutoModel.from_config(config, **options)
+        saved = load_file(weights)
+        critic = SeparateCritic(backbone, ValueHead(saved["head.weight"].shape[1]))
         try:
-            critic.load_state_dict(load_file(weights))
+            critic.load_state_dict(saved)
         except RuntimeError as error:
             raise VariantError(f"critic_model {path} holds adapters only, not a whole critic.") from error
         return critic.backbone, critic.head
-    options["dtype"] = policy.dtype
     architectures = config.architectures or ()
     for kind, auto in _VALUED.items():
         if any(name.endswith(kind) for name in architectures):
@@ -180,11 +174,11 @@ def _parts(model: Any) -> tuple[nn.Module, ValueHead | None]:
     return model.base_model, ValueHead(layer.in_features, layer.weight, layer.bias)
 
 
-def _tokenizer_at(path: str) -> Any | None:
+def _tokenizer_at(path: str, args: Any) -> Any | None:
     """The tokenizer of a folder or an id; None for a folder without one, where there is nothing to compare."""
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
 
 
 def _require_same_tokenizer(ours: Any, theirs: Any | None, where: str) -> None:
@@ -196,7 +190,11 @@ def _require_same_tokenizer(ours: Any, theirs: Any | None, where: str) -> None:
         )
 
 
-def _check_backbone(backbone: Any, vocabulary: int, where: str) -> None:
+def check_backbone(backbone: Any, vocabulary: int, where: str) -> int:
+    """Return the width of a backbone's states; raise a `VariantError` if a critic cannot read it.
+
+    A state must not depend on the tokens after it. Rounding may: experts are computed together for all tokens.
+    """
     rows = backbone.get_input_embeddings().num_embeddings
     if rows < vocabulary:
         raise VariantError(
@@ -207,21 +205,33 @@ def _check_backbone(backbone: Any, vocabulary: int, where: str) -> None:
     backbone.eval()
     with torch.no_grad():
         first, second = (
-            backbone(input_ids=torch.tensor([[0, 1, last]], device=device)).last_hidden_state[:, :2] for last in (0, 1)
+            backbone(input_ids=torch.tensor([[0, 1, last]], device=device)).last_hidden_state[:, :2].float()
+            for last in (0, 1)
         )
     backbone.train(training)
-    if not torch.equal(first, second):
+    if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):
         raise VariantError(
             f"The critic would start from {where}, which reads later tokens too. A value must not know what follows: "
             "give critic_model: a causal (decoder-only) model."
         )
+    return int(first.shape[-1])
 
 
-def _add_adapter(backbone: nn.Module, peft_config: Any) -> None:
+def _add_adapter(backbone: nn.Module, peft_config: Any, prefix: str) -> None:
     """Adapters of the same kind as the policy's; the rest is frozen."""
     from peft import inject_adapter_in_model
 
     config = copy.deepcopy(peft_config)
     config.modules_to_save = None
     config.inference_mode = False
-    inject_adapter_in_model(config, backbone)
+    # What the config targets is named as inside the policy, whose backbone stands under a prefix.
+    inside = nn.Module()
+    inside.config = backbone.config
+    inside.add_module(prefix, backbone)
+    try:
+        inject_adapter_in_model(config, inside)
+    except ValueError as error:
+        raise VariantError(
+            f"The PEFT config finds nothing to adapt in the critic, a {type(backbone).__name__}: {error} Give "
+            "critic_model: a model of the policy's kind."
+        ) from error

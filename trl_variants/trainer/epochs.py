@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
-from trl.trainer import grpo_trainer
 
 from trl_variants.data import Totals
-from trl_variants.trainer.batch import step_totals
+from trl_variants.trainer.batch import join_rows, step_totals, take_rows
+from trl_variants.trainer.passes import prompt_keys
 from trl_variants.trainer.rows import own_old_log_probs
 
 __all__ = ["LearningPhase"]
@@ -32,32 +31,62 @@ class LearningPhase:
         self._size: int = trainer.args.gradient_accumulation_steps
         self._mini_batches: int = trainer.args.steps_per_generation // self._size
         self._updates = 0
+        self._stock_width = 0  # of TRL's micro-batches, all as wide as the rollout's widest row
         self.stopped = False
 
     def begin(self) -> None:
-        """Give every micro-batch of a new rollout the totals of its optimizer step, and old log-probs.
+        """Cut a new rollout into the micro-batches of its optimizer steps, with their totals and old log-probs.
 
-        The first optimizer step needs none: the policy has not moved, so the current log-probs, detached, are the old
-        ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits). Rows carried
-        from an earlier rollout bring their own.
+        The first optimizer step needs no old log-probs: the policy has not moved, so the current ones, detached, are
+        the old ones, and the ratio is exactly 1 (a scoring pass of another shape would differ in the last bits). Rows
+        carried from an earlier rollout bring their own.
         """
         trainer = self._trainer
-        steps = self._count()
-        first = trainer._step // self._size % len(steps)
-        for index, batches in enumerate(steps):
-            for batch in batches:
-                if index != first:
-                    batch["old_per_token_logps"] = batch.get("rollout_log_probs")
-                    if batch["old_per_token_logps"] is None:
-                        scored = trainer._score(trainer.model, batch, len(batch["loss_mask"]))
-                        batch["old_per_token_logps"] = own_old_log_probs(batch, scored)
+        self._stock_width = sum(trainer._buffered_inputs[0][name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        if trainer.args.shuffle == "groups":
+            whole = join_rows(trainer._buffered_inputs)
+            self._buffer(take_rows(whole, _shuffled_groups(whole)))
+        self._cut()
+        first = trainer._step // self._size % self._mini_batches
+        for index, batch in enumerate(trainer._buffered_inputs):
+            if index // self._size != first:
+                old = batch.get("rollout_log_probs")
+                if old is None:
+                    scored = trainer._passes.score(trainer.model, batch, len(batch["loss_mask"]))["log_probs"]
+                    old = own_old_log_probs(batch, scored)
+                batch["old_per_token_logps"] = old
 
     def begin_epoch(self) -> None:
         """Before another epoch over the same rollout: other mini-batches, if the variant wants them."""
         trainer = self._trainer
         if trainer.recipe.variant.reshuffle and self._mini_batches > 1 and not self.stopped:
-            trainer._buffered_inputs = _reshuffled(trainer._buffered_inputs)
-            self._count()
+            whole = join_rows(trainer._buffered_inputs)
+            groups = trainer.args.shuffle == "groups"
+            rows = _shuffled_groups(whole) if groups else torch.randperm(len(whole["completion_ids"])).tolist()
+            self._buffer(take_rows(whole, rows))
+            self._cut()
+
+    def _buffer(self, whole: MicroBatch) -> None:
+        """Put rows back into the buffer, cut evenly in their order."""
+        parts = self._size * self._mini_batches
+        rows = len(whole["completion_ids"]) // parts
+        self._trainer._buffered_inputs = [take_rows(whole, range(i * rows, (i + 1) * rows)) for i in range(parts)]
+
+    def _cut(self) -> None:
+        """Cut each optimizer step into its micro-batches, and give them its totals."""
+        trainer = self._trainer
+        buffer = trainer._buffered_inputs
+        steps = [buffer[i : i + self._size] for i in range(0, len(buffer), self._size)]
+        if not trainer._passes.by_trl(buffer[0]):
+            for index, batches in enumerate(steps):
+                whole = join_rows(batches)
+                cut = trainer._passes.cut(whole, self._size, trainer.args.per_device_train_batch_size)
+                about = {"shared": cut.shared, "stock_width": self._stock_width}
+                steps[index] = [{**take_rows(whole, part), **about} for part in cut.parts]
+        for batches, totals in zip(steps, self.totals(steps), strict=True):
+            for batch in batches:
+                batch["totals"] = totals
+        trainer._buffered_inputs = [batch for batches in steps for batch in batches]
 
     def end_step(self, approx_kl: float | None) -> dict[str, float]:
         """Count an optimizer step, and stop the rest where KL(old policy, policy) passes ``target_kl``.
@@ -78,32 +107,18 @@ class LearningPhase:
                     "approx_kl %.4g is above target_kl %.4g: no more updates on this rollout", approx_kl, target
                 )
         last = (trainer._step + 1) % (self._size * self._mini_batches * trainer.num_iterations) == 0
-        return {"epochs_run": self._updates / self._mini_batches} if last and trainer.num_iterations > 1 else {}
+        if not last:
+            return {}
+        several = trainer.args.updates_per_rollout > 1
+        return trainer.meter.flush() | ({"epochs_run": self._updates / self._mini_batches} if several else {})
 
     def totals(self, steps: list[list[MicroBatch]]) -> list[Totals]:
         """Counts of each optimizer step over all ranks."""
         return step_totals(steps, self._trainer.max_completion_length, self._trainer.accelerator)
 
-    def _count(self) -> list[list[MicroBatch]]:
-        """The buffered micro-batches by optimizer step, each with the totals of its step."""
-        buffer = self._trainer._buffered_inputs
-        steps = [buffer[i : i + self._size] for i in range(0, len(buffer), self._size)]
-        for batches, totals in zip(steps, self.totals(steps), strict=True):
-            for batch in batches:
-                batch["totals"] = totals
-        return steps
 
-
-def _reshuffled(batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The rows of all micro-batches in a new order, cut into as many, by TRL's own functions."""
-    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0] if name != "totals"}
-    whole = grpo_trainer.shuffle_sequence_dict(grpo_trainer.split_pixel_values_by_grid(whole))
-    parts = grpo_trainer.split_tensor_dict(whole, len(batches))
-    return [grpo_trainer.unsplit_pixel_values_by_grid(part) for part in parts]
-
-
-def _joined(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.cat(values) if first.dim() else first
-    return [item for value in values for item in value] if isinstance(first, list) else first
+def _shuffled_groups(rows: MicroBatch) -> list[int]:
+    """Row numbers with the rows of a prompt side by side, prompts in random order."""
+    keys = prompt_keys(rows)
+    place = dict(zip(dict.fromkeys(keys), torch.randperm(len(set(keys))).tolist(), strict=True))
+    return sorted(range(len(keys)), key=lambda row: place[keys[row]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -73,24 +75,30 @@ class Monitor:
     def _sums(self, parts: dict[str, list[Metric]]) -> dict[str, float]:
         if not parts:
             return {}
-        rows = [[sum(m.total.double() for m in p), sum(m.count.double() for m in p)] for p in parts.values()]
-        sums = self._accelerator.reduce(self._stack(rows), reduction="sum")
+        sums = torch.stack(
+            [self._joined(parts, lambda metric: metric.total), self._joined(parts, lambda metric: metric.count)]
+        )
+        totals, counts = self._accelerator.reduce(sums, reduction="sum").tolist()
         return {
-            name: (total / count if count else float("nan"))
-            for name, (total, count) in zip(parts, sums.tolist(), strict=True)
+            name: total / count if count else float("nan")
+            for name, total, count in zip(parts, totals, counts, strict=True)
         }
+
+    def _joined(self, parts: dict[str, list[Metric]], of: Callable[[Metric], torch.Tensor]) -> torch.Tensor:
+        """(metrics,) sums over the micro-batches of a step."""
+        return torch.stack([self._stack([of(metric) for metric in metrics]).sum() for metrics in parts.values()])
 
     def _extremes(self, parts: dict[str, list[Metric]]) -> dict[str, float]:
         if not parts:
             return {}
         pick = {"min": torch.amin, "max": torch.amax}
-        rows = [[pick[p[0].reduce](torch.stack([m.total.double() for m in p]), 0)] for p in parts.values()]
-        ranks = self._accelerator.gather(self._stack(rows).T.contiguous())  # (ranks, metrics)
+        rows = [pick[p[0].reduce](self._stack([metric.total for metric in p]), 0) for p in parts.values()]
+        ranks = self._accelerator.gather(torch.stack(rows)[None])  # (ranks, metrics)
         values = [pick[p[0].reduce](ranks[:, i], 0).item() for i, p in enumerate(parts.values())]
         return {name: v if abs(v) != torch.inf else float("nan") for name, v in zip(parts, values, strict=True)}
 
-    def _stack(self, rows: list[list[torch.Tensor]]) -> torch.Tensor:
+    def _stack(self, values: list[torch.Tensor]) -> torch.Tensor:
         device = self._accelerator.device
         # Devices without float64 (MPS) get float32.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.stack([torch.stack([value.to(device) for value in row]) for row in rows]).to(dtype)
+        return torch.stack([value.to(device) for value in values]).to(dtype)

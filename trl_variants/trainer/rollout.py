@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.components.masked import masked_mean
+from trl_variants.components.masked import masked_mean, select
 from trl_variants.data import Rollout
+from trl_variants.errors import VariantError
 from trl_variants.recipe import AdvantageResult
 from trl_variants.trainer.batch import gather_rows, local_rows
 from trl_variants.trainer.rows import own_old_log_probs
 
 __all__ = ["Selection", "build_rollout", "finish_rollout", "loss_mask"]
+
+
+#: What may hold something where nothing counts.
+_PER_TOKEN = (
+    "advantages",
+    "ref_per_token_logps",
+    "rollout_log_probs",
+    "carried_log_probs",
+    "sampling_per_token_logps",
+    "old_values",
+    "returns",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,10 @@ def finish_rollout(
     if mode == "train":  # filters say what is trained on; an evaluation measures all
         own = own & kept[:, None]
     output["loss_mask"] = own
+    for name in _PER_TOKEN:  # once here, and not in every micro-batch of every epoch
+        value = output.get(name)
+        if value is not None and value.shape == own.shape:
+            output[name] = select(value, own)
     return output
 
 
@@ -91,14 +107,16 @@ def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
     """Add what the frozen models and the critic say: log-probs and values, without gradient."""
     args, critic, recipe = trainer.args, trainer.critic, trainer.recipe
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    rows = {**output, "loss_mask": loss_mask(output)}
+    if critic and trainer._passes.by_trl(output):
+        raise VariantError("A critic goes with neither images nor prompt tuning in this release.")
     if trainer.reference:
         with trainer.reference.scored() as model:
-            output["ref_per_token_logps"] = trainer._score(model, output, size)
-    with critic.watching(output) if critic else nullcontext([]) as states:
-        if recipe.needs_rollout_log_probs or (critic and critic.shared):
-            output["rollout_log_probs"] = own_old_log_probs(output, trainer._score(trainer.model, output, size))
-    if critic:
-        output["old_values"], output["final_values"] = critic.score(output, states, size)
+            output["ref_per_token_logps"] = trainer._passes.score(model, rows, size)["log_probs"]
+    if recipe.needs_rollout_log_probs or critic:
+        scored = trainer._passes.score(trainer.model, rows, size, critic=critic)
+        output["rollout_log_probs"] = own_old_log_probs(output, scored.pop("log_probs"))
+        output |= {"old_values": scored["values"], "final_values": scored["final_values"]} if critic else {}
 
 
 def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None:

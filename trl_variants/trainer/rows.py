@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from trl_variants.errors import VariantError
 
-__all__ = ["Rows", "count", "gather", "join", "move", "own_old_log_probs", "take", "trim"]
+__all__ = ["Rows", "count", "gather", "join", "move", "old_log_probs", "own_old_log_probs", "take", "trim"]
 
 Rows = dict[str, Any]
 
@@ -132,6 +132,17 @@ def own_old_log_probs(rows: Rows, log_probs: Tensor) -> Tensor:
     if "carried" not in rows:
         return log_probs
     return torch.where(rows["carried"][:, None], rows["carried_log_probs"], log_probs)
+
+
+def old_log_probs(rows: Rows, now: Tensor) -> Tensor:
+    """Old log-probs of a micro-batch: those it holds, else the policy's of now, which has not moved since the rollout.
+
+    Args:
+        rows: With ``old_per_token_logps`` (rows, T) or None, and what was carried.
+        now: (rows, T), detached.
+    """
+    given: Tensor | None = rows.get("old_per_token_logps")
+    return own_old_log_probs(rows, now) if given is None else given
 
 
 def _padding(name: str, pad_id: int) -> float:

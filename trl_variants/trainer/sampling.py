@@ -193,8 +193,11 @@ class Resampler:
         accelerator = trainer.accelerator
         share = -(-total // accelerator.num_processes)
         first = accelerator.process_index * share
-        mine = take({name: rows[name] for name in _LEARNED[:4]}, [min(first + i, total - 1) for i in range(share)])
-        scored = trainer._score(trainer.model, move(mine, accelerator.device), trainer.args.per_device_train_batch_size)
+        given = {name: rows[name] for name in _LEARNED[:5] if name in rows}
+        mine = move(take(given, [min(first + i, total - 1) for i in range(share)]), accelerator.device)
+        mine["loss_mask"] = loss_mask(mine)
+        with trainer.meter.timing("scoring"):
+            scored = trainer._passes.score(trainer.model, mine, trainer.args.per_device_train_batch_size)["log_probs"]
         whole: Tensor = gather_rows(scored, accelerator)
         return whole[:total].cpu()
 

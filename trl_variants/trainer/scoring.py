@@ -14,7 +14,7 @@ from trl.trainer.utils import is_async_callable
 
 from trl_variants.errors import VariantError
 
-__all__ = ["check_engine", "checked_reward", "stop_tokens"]
+__all__ = ["check_engine", "check_groups", "checked_reward", "stop_tokens"]
 
 logger = get_logger(__name__)
 
@@ -81,6 +81,15 @@ def stop_tokens(eos_token_ids: list[int], generation_kwargs: dict[str, Any] | No
     extra = generation_kwargs or {}
     given = [ids if isinstance(ids, (list, tuple)) else [ids] for ids in map(extra.get, _STOP_KEYS) if ids is not None]
     return list(dict.fromkeys([*eos_token_ids, *(i for ids in given for i in ids)]))
+
+
+def check_groups(rows: int, generations: int) -> None:
+    """Raise a `VariantError` where a batch holds no whole groups, as an evaluation that the config did not plan may."""
+    if rows % generations:
+        raise VariantError(
+            f"A batch of {rows} completions holds no whole number of groups of {generations}. Set "
+            "num_generations_eval: 1, or make per_device_eval_batch_size x processes a multiple of it."
+        )
 
 
 def check_engine(trainer: Any) -> None:

@@ -16,7 +16,6 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from trl_variants.data import Batch
@@ -26,12 +25,15 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import Critic, StepCritic
 from trl_variants.trainer.epochs import LearningPhase
+from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
+from trl_variants.trainer.passes import Passes
+from trl_variants.trainer.prefill import PrefillOnce
 from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
-from trl_variants.trainer.rows import own_old_log_probs
+from trl_variants.trainer.rows import old_log_probs
 from trl_variants.trainer.sampling import Resampler
-from trl_variants.trainer.scoring import check_engine, checked_reward, stop_tokens
+from trl_variants.trainer.scoring import check_engine, check_groups, checked_reward, stop_tokens
 from trl_variants.trainer.surplus import refuse_unsupported
 
 __all__ = ["VariantTrainer"]
@@ -86,7 +88,10 @@ class VariantTrainer(GRPOTrainer):
         self.recipe = args.recipe
         refuse_unsupported(self.recipe, train_dataset, environment_factory)
         self._skip_scoring = False
+        self._prefill_once = PrefillOnce(self)
         self._rewards_per_func: Tensor | None = None
+        self._passes = Passes(self)
+        self.meter = Meter()
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else reward_funcs,
@@ -123,10 +128,15 @@ class VariantTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Write and log the resolved recipe, then train as `transformers.Trainer` does."""
-        self._buffered_inputs = None  # a rollout of an earlier call belongs to another policy
-        write_recipe(self)
+        # What an earlier call has left belongs to another policy, or to a step that was cut off.
+        self._buffered_inputs = None
+        self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
+        self.meter.reset()
+        if self.critic:
+            self.critic.forget_gradients()
         if self.resampler:
             self.resampler.begin()
+        write_recipe(self)
         return super().train(*args, **kwargs)
 
     def _make_critic(self, critic_model: Any, peft_config: Any) -> Critic | None:
@@ -166,8 +176,9 @@ class VariantTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if fresh:
             self._phase = LearningPhase(self)
-            self._phase.begin()
-        return inputs
+            with self.meter.timing("scoring"):
+                self._phase.begin()
+        return self._buffered_inputs[self._step % self.args.steps_per_generation] if training else inputs
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -179,26 +190,36 @@ class VariantTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
-        if mode == "train" and self.resampler:  # the loader's batch only keeps the pace
-            output, selection = self.resampler.rollout()
-            return finish_rollout(self, output, mode, self.num_generations, selection)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        rows = len(inputs) * self.accelerator.num_processes
-        if rows % generations:  # only an evaluation that the config did not plan
-            raise VariantError(
-                f"A batch of {rows} completions holds no whole number of groups of {generations}. Set "
-                "num_generations_eval: 1, or make per_device_eval_batch_size x processes a multiple of it."
-            )
-        return finish_rollout(self, self._generate_round(inputs), mode, generations)
+        selection = None
+        if mode == "train" and self.resampler:  # the loader's batch only keeps the pace
+            with self.meter.timing("generation"):
+                output, selection = self.resampler.rollout()
+        else:
+            check_groups(len(inputs) * self.accelerator.num_processes, generations)
+            output = self._generate_round(inputs)
+        with self.meter.timing("scoring"):
+            return finish_rollout(self, output, mode, generations, selection)
 
     def _generate_round(self, inputs: Any) -> dict[str, Any]:
         """TRL's generation and rewards, of completions that nothing has judged or scored yet."""
         self._skip_scoring = True
         try:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            with self.meter.timing("generation"):
+                output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
+        self.meter.generated(int(output["completion_mask"].sum()))
         return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch; what it generates and scores is timed apart."""
+        with self.meter.timing("learning"):
+            return super().training_step(*args, **kwargs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._prefill_once.generating():
+            return super()._generate_single_turn(*args, **kwargs)
 
     # -- learning phase ---------------------------------------------------------------------------------------------
 
@@ -211,28 +232,25 @@ class VariantTrainer(GRPOTrainer):
         warming = mode == "train" and self.state.global_step < (self.args.critic_warmup_steps or 0)
         with (
             torch.set_grad_enabled(torch.is_grad_enabled() and not warming),
-            self.critic.watching(inputs) if self.critic else nullcontext([]) as states,
+            self.critic.watching() if self.critic else nullcontext([]) as states,
         ):
-            log_probs, entropies, aux_loss = self._forward(
-                model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-            )
+            scored = self._passes.forward(model, inputs)
         batch = Batch(
-            log_probs=log_probs,
-            entropies=entropies,
+            log_probs=scored.log_probs,
+            entropies=scored.entropies,
             mask=inputs["loss_mask"],
             advantages=inputs["advantages"],
             totals=inputs["totals"] if "totals" in inputs else self._phase.totals([[inputs]])[0],
-            old_log_probs=inputs["old_per_token_logps"]
-            if inputs.get("old_per_token_logps") is not None
-            else own_old_log_probs(inputs, log_probs.detach()),
+            old_log_probs=old_log_probs(inputs, scored.log_probs.detach()),
             ref_log_probs=inputs.get("ref_per_token_logps"),
             sampling_log_probs=inputs.get("sampling_per_token_logps"),
-            values=self.critic.values(inputs, states) if self.critic else None,
+            values=self.critic.values(scored.layout, states) if self.critic else None,
             old_values=inputs.get("old_values"),
             returns=inputs.get("returns"),
             rewards=inputs["rewards"],
             scored=inputs["scored"],
             step=self.state.global_step,
+            clean=scored.layout is not None,
         )
         if mode == "train" and self.args.updates_per_rollout > 1:
             inputs["old_per_token_logps"] = batch.old_log_probs  # for the later epochs over this rollout
@@ -244,8 +262,8 @@ class VariantTrainer(GRPOTrainer):
         loss = result.loss * self.accelerator.num_processes  # DDP averages gradients; the shares are to be summed
         if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
-            loss = loss + self.router_aux_loss_coef * aux_loss / window
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+            loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
+            self._metrics[mode]["aux_loss"].append(self.accelerator.gather(scored.aux_loss.detach()).mean().item())
         self._monitors[mode].add(result.metrics | sampling_metrics(batch, self.recipe))
         if mode == "eval":
             self._log_metrics(mode, self._monitors[mode].flush())
@@ -263,21 +281,21 @@ class VariantTrainer(GRPOTrainer):
             return None, None, None
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def _forward(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
-        return self._get_per_token_logps_and_entropies(
+    def forward_by_trl(
+        self, model: Any, inputs: dict[str, Any], entropy: bool, aux: bool, size: int | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's own scoring forward, for rows with images."""
+        scored: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
+            batch_size=size,
+            compute_entropy=entropy,
+            compute_aux_loss=aux,
             **{name: inputs[name] for name in VISION_INPUTS if inputs.get(name) is not None},
-            **kwargs,
         )
-
-    def _score(self, model: Any, inputs: dict[str, Any], size: int) -> Tensor:
-        """(·, T) log-probs without gradient, ``size`` rows at a time."""
-        kwargs = self.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
-            return self._forward(model, inputs, batch_size=size)[0]
+        return scored
 
     # -- logging and checkpoints ------------------------------------------------------------------------------------
 
@@ -285,11 +303,17 @@ class VariantTrainer(GRPOTrainer):
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(self, os.path.join(self._get_output_dir(trial=trial), folder))
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy; into a checkpoint also what goes on from it (before the checkpoint is pushed to the hub)."""
+        super().save_model(output_dir, _internal_call)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if _internal_call and self.args.should_save and output_dir and os.path.basename(output_dir) == name:
+            save_state(self, output_dir)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.critic:
+            self.critic.load(self.state.best_model_checkpoint, optimizer=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
