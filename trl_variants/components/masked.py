@@ -5,8 +5,6 @@ Masked values are selected away, never multiplied by 0: NaN and infinity times 0
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -46,13 +44,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
         >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
         tensor([1., 0.])
     """
-    return torch.where(mask.bool(), x, _zero(x.dtype, x.device))
-
-
-@cache
-def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device=device)
+    return torch.where(mask.bool(), x, x.new_zeros(()))
 
 
 def counted(x: Tensor, mask: Tensor) -> Tensor:

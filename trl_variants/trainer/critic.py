@@ -18,7 +18,7 @@ from trl_variants.errors import VariantError
 from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, check_backbone
 from trl_variants.trainer.forward import RowForward, backbone_of
 
-__all__ = ["Critic", "StepCritic"]
+__all__ = ["Critic", "make_critic"]
 
 _FOLDER = "critic"
 
@@ -209,6 +209,23 @@ class Critic:
             state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self._optimizer.load_state_dict(state["optimizer"])
             self._scheduler.load_state_dict(state["scheduler"])
+
+
+def make_critic(trainer: Any, critic_model: Any, peft_config: Any) -> Critic | None:
+    """The critic of a trainer's variant, stepped where its policy is; None where the variant has none.
+
+    Raises:
+        VariantError: ``critic_model`` is given twice, or to a variant that has no separate critic.
+    """
+    kind = trainer.recipe.variant.critic
+    if critic_model is not None and kind != "separate":
+        raise VariantError(f"critic_model is given, and the critic of this variant is {kind or 'none'}.")
+    if critic_model is not None and trainer.args.critic_model is not None:
+        raise VariantError("critic_model is given twice, to the trainer and in its config.")
+    if kind is None:
+        return None
+    trainer.add_callback(StepCritic(trainer))
+    return Critic(trainer, trainer.args.critic_model if critic_model is None else critic_model, peft_config)
 
 
 class StepCritic(TrainerCallback):  # type: ignore[misc]

@@ -8,15 +8,14 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_variants.data import Totals
-from trl_variants.trainer.batch import join_rows, step_totals, take_rows
+from trl_variants.errors import VariantError
+from trl_variants.trainer.batch import step_totals
 from trl_variants.trainer.passes import prompt_keys
-from trl_variants.trainer.rows import own_old_log_probs
+from trl_variants.trainer.rows import Rows, count, join, own_old_log_probs, take, trim
 
 __all__ = ["LearningPhase"]
 
 logger = get_logger(__name__)
-
-MicroBatch = dict[str, Any]
 
 
 class LearningPhase:
@@ -30,6 +29,7 @@ class LearningPhase:
         self._trainer = trainer
         self._size: int = trainer.args.gradient_accumulation_steps
         self._mini_batches: int = trainer.args.steps_per_generation // self._size
+        self._pad_id: int = trainer._tokenizer.pad_token_id
         self._updates = 0
         self._stock_width = 0  # of TRL's micro-batches, all as wide as the rollout's widest row
         self.stopped = False
@@ -44,8 +44,8 @@ class LearningPhase:
         trainer = self._trainer
         self._stock_width = sum(trainer._buffered_inputs[0][name].shape[1] for name in ("prompt_ids", "completion_ids"))
         if trainer.args.shuffle == "groups":
-            whole = join_rows(trainer._buffered_inputs)
-            self._buffer(take_rows(whole, _shuffled_groups(whole)))
+            whole = self._whole("shuffle: groups")
+            self._buffer(whole, _shuffled_groups(whole))
         self._cut()
         first = trainer._step // self._size % self._mini_batches
         for index, batch in enumerate(trainer._buffered_inputs):
@@ -60,17 +60,23 @@ class LearningPhase:
         """Before another epoch over the same rollout: other mini-batches, if the variant wants them."""
         trainer = self._trainer
         if trainer.recipe.variant.reshuffle and self._mini_batches > 1 and not self.stopped:
-            whole = join_rows(trainer._buffered_inputs)
+            whole = self._whole("reshuffle")
             groups = trainer.args.shuffle == "groups"
-            rows = _shuffled_groups(whole) if groups else torch.randperm(len(whole["completion_ids"])).tolist()
-            self._buffer(take_rows(whole, rows))
+            self._buffer(whole, _shuffled_groups(whole) if groups else torch.randperm(count(whole)).tolist())
             self._cut()
 
-    def _buffer(self, whole: MicroBatch) -> None:
-        """Put rows back into the buffer, cut evenly in their order."""
+    def _whole(self, setting: str) -> Rows:
+        """The rows of all micro-batches."""
+        buffer = self._trainer._buffered_inputs
+        if self._trainer._passes.by_trl(buffer[0]):
+            raise VariantError(f"{setting} goes with neither images, prompt tuning nor torch_compile in this release.")
+        return join(buffer, self._pad_id)
+
+    def _buffer(self, whole: Rows, order: list[int]) -> None:
+        """Put rows back into the buffer, cut evenly in an order."""
         parts = self._size * self._mini_batches
-        rows = len(whole["completion_ids"]) // parts
-        self._trainer._buffered_inputs = [take_rows(whole, range(i * rows, (i + 1) * rows)) for i in range(parts)]
+        rows = len(order) // parts
+        self._trainer._buffered_inputs = [take(whole, order[i * rows : (i + 1) * rows]) for i in range(parts)]
 
     def _cut(self) -> None:
         """Cut each optimizer step into its micro-batches, and give them its totals."""
@@ -79,10 +85,10 @@ class LearningPhase:
         steps = [buffer[i : i + self._size] for i in range(0, len(buffer), self._size)]
         if not trainer._passes.by_trl(buffer[0]):
             for index, batches in enumerate(steps):
-                whole = join_rows(batches)
+                whole = join(batches, self._pad_id)
                 cut = trainer._passes.cut(whole, self._size, trainer.args.per_device_train_batch_size)
                 about = {"shared": cut.shared, "stock_width": self._stock_width}
-                steps[index] = [{**take_rows(whole, part), **about} for part in cut.parts]
+                steps[index] = [{**trim(take(whole, part)), **about} for part in cut.parts]
         for batches, totals in zip(steps, self.totals(steps), strict=True):
             for batch in batches:
                 batch["totals"] = totals
@@ -112,12 +118,12 @@ class LearningPhase:
         several = trainer.args.updates_per_rollout > 1
         return trainer.meter.flush() | ({"epochs_run": self._updates / self._mini_batches} if several else {})
 
-    def totals(self, steps: list[list[MicroBatch]]) -> list[Totals]:
+    def totals(self, steps: list[list[Rows]]) -> list[Totals]:
         """Counts of each optimizer step over all ranks."""
         return step_totals(steps, self._trainer.max_completion_length, self._trainer.accelerator)
 
 
-def _shuffled_groups(rows: MicroBatch) -> list[int]:
+def _shuffled_groups(rows: Rows) -> list[int]:
     """Row numbers with the rows of a prompt side by side, prompts in random order."""
     keys = prompt_keys(rows)
     place = dict(zip(dict.fromkeys(keys), torch.randperm(len(set(keys))).tolist(), strict=True))

@@ -12,10 +12,10 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 
-from trl_variants.trainer.batch import put_rows, take_rows
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.forward import RowForward, backbone_of, row_states
 from trl_variants.trainer.microbatches import Cut, best_cut, plain_cut
+from trl_variants.trainer.rows import put, take, trim
 from trl_variants.trainer.sharing import attention_cost, obstacle
 
 __all__ = ["Passes", "Scored", "prompt_keys"]
@@ -165,7 +165,7 @@ class Passes:
                 return {"log_probs": trainer.forward_by_trl(model, inputs, False, False, size)[0]}
             cut = self.cut(inputs, -(-rows // size), size)
             for part in cut.parts:
-                batch = {**take_rows(inputs, part), "shared": cut.shared}
+                batch = {**trim(take(inputs, part)), "shared": cut.shared}
                 with critic.watching() if critic else nullcontext([]) as states:
                     made = self.forward(model, batch, entropy=False, last=critic is not None)
                 new = {"log_probs": made.log_probs}
@@ -174,7 +174,7 @@ class Passes:
                 for name, value in new.items():
                     if name not in found:
                         found[name] = value.new_zeros((rows, width) if value.dim() == 2 else (rows,))
-                    put_rows(found[name], part, value)
+                    put(found[name], part, value)
         return found
 
 

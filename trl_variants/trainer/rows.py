@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from trl_variants.errors import VariantError
 
-__all__ = ["Rows", "count", "gather", "join", "move", "old_log_probs", "own_old_log_probs", "take", "trim"]
+__all__ = ["Rows", "count", "gather", "join", "move", "old_log_probs", "own_old_log_probs", "put", "take", "trim"]
 
 Rows = dict[str, Any]
 
@@ -38,16 +38,26 @@ def take(rows: Rows, index: Sequence[int]) -> Rows:
     """The rows of an index, in its order.
 
     Args:
-        rows: Tensors (rows, ...) and lists of one item per row; 0-dim tensors are passed on.
+        rows: Tensors (rows, ...) and lists of one item per row; everything else is passed on.
         index: Which rows.
     """
     where = torch.tensor(list(index), dtype=torch.long)
-    return {
-        name: [value[i] for i in where.tolist()]
-        if isinstance(value, list)
-        else (value[where.to(value.device)] if value.dim() else value)
-        for name, value in rows.items()
-    }
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value[i] for i in where.tolist()]
+        return value[where.to(value.device)] if isinstance(value, Tensor) and value.dim() else value
+
+    return {name: taken(value) for name, value in rows.items()}
+
+
+def put(into: Tensor, index: Sequence[int], values: Tensor) -> None:
+    """Write (rows, width) or (rows,) values into some rows of a tensor that is as wide or wider."""
+    where = torch.tensor(list(index), device=into.device)
+    if into.dim() == 1:
+        into[where] = values
+    else:
+        into[where, : values.shape[1]] = values
 
 
 def join(parts: Sequence[Rows], pad_id: int) -> Rows:
@@ -88,7 +98,7 @@ def trim(rows: Rows, multiple: int | None = None) -> Rows:
     for name, value in rows.items():
         if name in _PROMPTS:
             trimmed[name] = value[:, width["prompt"] - keep["prompt"] :]
-        elif name in _PER_TOKEN:
+        elif isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width["completion"]:
             trimmed[name] = value[:, : keep["completion"]]
     return trimmed
 
@@ -162,6 +172,8 @@ def _absent(name: str, example: Any, rows: Rows) -> Any:
 def _joined(values: list[Any], name: str, pad_id: int) -> Any:
     if isinstance(values[0], list):
         return [item for value in values for item in value]
+    if not isinstance(values[0], Tensor) or not values[0].dim():  # what all rows share
+        return values[0]
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(value.shape[1] for value in values)

@@ -23,7 +23,7 @@ from trl_variants.errors import VariantError
 from trl_variants.trainer.checkpoint import load_state, save_state, write_recipe
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
-from trl_variants.trainer.critic import Critic, StepCritic
+from trl_variants.trainer.critic import make_critic
 from trl_variants.trainer.epochs import LearningPhase
 from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
@@ -115,7 +115,7 @@ class VariantTrainer(GRPOTrainer):
         ]
         # TRL cuts completions after, and counts as terminated with, the model's own stop tokens only.
         self.eos_token_ids = stop_tokens(self.eos_token_ids, args.generation_kwargs)
-        self.critic = self._make_critic(critic_model, peft_config)
+        self.critic = make_critic(self, critic_model, peft_config)
         self.reference = Reference(self, peft_config) if self.recipe.needs_reference else None
         self.ref_model = self.reference.model if self.reference else None
         check_engine(self)
@@ -138,17 +138,6 @@ class VariantTrainer(GRPOTrainer):
             self.resampler.begin()
         write_recipe(self)
         return super().train(*args, **kwargs)
-
-    def _make_critic(self, critic_model: Any, peft_config: Any) -> Critic | None:
-        kind = self.recipe.variant.critic
-        if critic_model is not None and kind != "separate":
-            raise VariantError(f"critic_model is given, and the critic of this variant is {kind or 'none'}.")
-        if critic_model is not None and self.args.critic_model is not None:
-            raise VariantError("critic_model is given twice, to the trainer and in its config.")
-        if kind is None:
-            return None
-        self.add_callback(StepCritic(self))
-        return Critic(self, self.args.critic_model if critic_model is None else critic_model, peft_config)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the policy's optimizer, and the critic's."""
@@ -213,7 +202,7 @@ class VariantTrainer(GRPOTrainer):
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One micro-batch; what it generates and scores is timed apart."""
+        """One micro-batch; generation and scoring are timed apart."""
         with self.meter.timing("learning"):
             return super().training_step(*args, **kwargs)
 
