@@ -532,7 +532,7 @@ def test_bf16_caches_have_the_dtype_of_stock_ones(lora: bool, tmp_path: Any, mon
 
         monkeypatch.setattr(DynamicLayer, "update", watched)
         options = {"peft_config": LoraConfig(**LORA)} if lora else {}
-        runs.trained(tmp_path, prefill_once=on, bf16=True, max_steps=1, options=options)
+        runs.trained(tmp_path, prefill_once=on, share_prompts="never", bf16=True, max_steps=1, options=options)
     assert kinds[True] == kinds[False] and len(kinds[True]) == 1
     assert lora or kinds[True] == {(torch.float32, torch.bfloat16)}  # rotation is by float32 numbers
 

@@ -59,7 +59,9 @@ class Meter:
             layout: What was computed.
             stock: Tokens that TRL would have computed for the same rows, at the width of the whole rollout.
         """
-        phase = self._running[-1] if self._running else "learning"
+        if not self._running:  # the loss of an evaluation
+            return
+        phase = self._running[-1]
         self._tokens[phase] += layout.tokens
         if phase == "learning":
             self._useful += layout.useful_tokens

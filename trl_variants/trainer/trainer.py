@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
@@ -37,8 +36,6 @@ from trl_variants.trainer.scoring import check_engine, check_groups, checked_rew
 from trl_variants.trainer.surplus import refuse_unsupported
 
 __all__ = ["VariantTrainer"]
-
-logger = get_logger(__name__)
 
 
 class VariantTrainer(GRPOTrainer):
