@@ -20,7 +20,7 @@ lint: $(VENV)/installed-test
 
 # CPU time against stock TRL, by hand: minutes on one core, and only ratios within a run mean anything.
 bench: $(VENV)/installed-test
-	for script in learning objective critic generation; do \
+	for script in learning critic generation step objective; do \
 		$(ENVIRONMENT) OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.benchmarks.$$script; \
 	done
 

@@ -53,6 +53,11 @@ def plain_tokens(step: dict[str, Any], part: Any) -> int:
     return len(part) * max(step["prompts"][row] + step["completions"][row] for row in part)
 
 
+def memory(step: dict[str, Any], part: Any) -> float:
+    """A cached token of a prompt takes an eighth of a computed one's memory, for each row."""
+    return shared_tokens(step, part) + len(part) * max(step["prompts"][row] for row in part) / 8
+
+
 def shared_tokens(step: dict[str, Any], part: Any) -> int:
     prompts = len({step["keys"][row] for row in part}) * max(step["prompts"][row] for row in part)
     return prompts + len(part) * max(step["completions"][row] for row in part)
@@ -86,7 +91,7 @@ def test_the_shared_cut_is_the_best_of_its_order(step: dict[str, Any]) -> None:
     for edges in combinations(range(1, len(order)), step["parts"] - 1):
         ends = [0, *edges, len(order)]
         parts = [order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
-        if all(shared_tokens(step, part) <= bound(step) for part in parts):
+        if all(memory(step, part) <= bound(step) for part in parts):
             cuts.append(sum(shared_tokens(step, part) for part in parts))
     cut = shared_cut(step["prompts"], step["completions"], step["keys"], step["parts"], largest=bound(step))
     assert (cut is None) == (not cuts)
@@ -115,8 +120,15 @@ def test_long_prompts_are_shared_and_short_ones_are_not() -> None:
         assert cut.shared == shared
 
 
+def test_of_cuts_that_cost_the_same_the_most_even_one_is_taken() -> None:
+    # One group of 16: every cut into 4 computes its prompt 4 times.
+    cut = best_cut([512] * 16, [8] * 16, [0] * 16, 4, largest=4 * 520, attention=1e-4)
+    assert cut.shared and [len(part) for part in cut.parts] == [4, 4, 4, 4]
+    assert [len(part) for part in plain_cut([2] * 6, [1] * 6, 3, largest=100).parts] == [2, 2, 2]
+
+
 def test_too_many_rows_are_sorted_and_cut_evenly(monkeypatch: Any) -> None:
-    monkeypatch.setattr(microbatches, "LARGEST", 3)
+    monkeypatch.setattr(microbatches, "LARGEST", 31)
     cut = plain_cut([1] * 4, [5, 1, 6, 2], 2, largest=14)
     assert cut.parts == ((1, 3), (0, 2)) and cut.tokens == 2 * 3 + 2 * 7
     assert shared_cut([1] * 4, [5, 1, 6, 2], [0, 0, 1, 1], 2, largest=14) is None

@@ -676,3 +676,22 @@ def test_images_and_environments_are_refused(tmp_path: Any) -> None:
 def test_numbers_stay_finite(tmp_path: Any) -> None:
     for entry in resampled(tmp_path, CARRYING, num_iterations=2, max_steps=4).logs:
         assert all(value is None or math.isfinite(value) for value in entry.values())
+
+
+def test_a_column_that_a_reward_fills_only_at_times_is_none_elsewhere(tmp_path: Any) -> None:
+    calls: list[int] = []
+
+    def reward(completions: list[str], log_extra: Any = None, **_: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == 1:
+            log_extra("note", ["first"] * len(completions))
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = runs.build(tmp_path, "dapo", rewards=reward, max_steps=2, log_completions=True)
+    trainer.train()
+    assert list(trainer._logs["extra"]["note"])[-1] is None
+
+
+def test_fewer_prompts_than_a_rollout_takes_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(VariantError, match="The dataset has 1 prompts, and a rollout takes 2"):
+        runs.build(tmp_path, "dapo", rows=1).train()

@@ -240,7 +240,8 @@ def test_it_steps_aside_where_it_would_not_be_exact_and_says_so_once(
     model: Any, settings: Any, reason: str, tmp_path: Any, caplog: Any
 ) -> None:
     with caplog.at_level(logging.INFO):
-        shared = gradients(tmp_path, model=model(), **SHARED, **settings)[2]
+        how = {} if "gradient_checkpointing" in settings else SHARED  # which the config refuses together
+        shared = gradients(tmp_path, model=model(), **how, **settings)[2]
     assert not any(shared)
     said = [record.getMessage() for record in caplog.records if "computes every prompt" in record.getMessage()]
     assert len(said) == 1 and reason in said[0]
@@ -255,6 +256,49 @@ def test_a_model_that_ignores_its_cache_or_takes_none_is_found_out(tmp_path: Any
     assert sharing.obstacle(trainer, backbone) == "its states come out otherwise with a cache"
     monkeypatch.setattr(backbone, "forward", lambda input_ids, attention_mask=None, use_cache=None: forward(input_ids))
     assert "it takes no cache as others do (TypeError" in str(sharing.obstacle(trainer, backbone))
+
+
+def test_a_critic_that_cannot_share_keeps_the_policy_from_it(tmp_path: Any) -> None:
+    # Both compute the same micro-batches, and those of shared prompts may hold many more rows.
+    critic = runs.variation(attention_dropout=0.1)
+    trainer = runs.build(tmp_path, "ppo", options={"critic_model": critic}, max_steps=1, num_generations=4, **SHARED)
+    trainer.train()
+    assert not any(batch["shared"] for batch in trainer._buffered_inputs)
+
+
+def test_a_later_epoch_shuffles_the_same_rows_whatever_the_cut(tmp_path: Any) -> None:
+    settings = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4}
+    stock, cut = (gradients(tmp_path, "ppo", **settings, **s) for s in (STOCK, {"share_prompts": "never"}))
+    assert_same(stock, cut)
+
+
+def test_where_positions_depend_on_the_length_trls_own_forward_is_used(tmp_path: Any) -> None:
+    def model() -> Any:
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        return runs.variation(rope_parameters=rope, max_position_embeddings=6)
+
+    stock, default = (gradients(tmp_path, model=model(), **s) for s in (STOCK, SHARED))
+    assert not any(default[2])
+    for a, b in zip(stock[1], default[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_speed_of_an_evaluation_is_not_counted(tmp_path: Any) -> None:
+    def tokens(**evaluation: Any) -> list[float]:
+        options = {"rollout_func": runs.scripted(), "eval_dataset": tiny.dataset(8)}
+        trainer = runs.build(tmp_path, "grpo", options=options, max_steps=2, num_generations_eval=1, **evaluation)
+        seen: list[float] = []
+        flush = trainer.meter.flush
+
+        def flushing() -> Any:
+            seen.extend(trainer.meter._tokens.values())
+            return flush()
+
+        trainer.meter.flush = flushing
+        trainer.train()
+        return seen
+
+    assert tokens() == tokens(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
 
 
 def test_the_probe_draws_no_random_number(tmp_path: Any) -> None:
@@ -279,6 +323,12 @@ def test_a_loss_that_depends_on_the_cut_keeps_trls_micro_batches(tmp_path: Any) 
     [
         ({"shuffle": "group"}, "shuffle must be rows, groups, not 'group'. Did you mean 'groups'?"),
         ({"share_prompts": True}, "share_prompts must be auto, always, never, not True."),
+        ({"cut_micro_batches": "false"}, "cut_micro_batches must be true or false, not 'false'."),
+        ({"prefill_once": "never"}, "prefill_once must be true, false or null, not 'never'."),
+        (
+            {"share_prompts": "always", "gradient_checkpointing": True},
+            "share_prompts is always, and gradient checkpointing keeps no cache",
+        ),
     ],
 )
 def test_misspelt_switches_are_refused(settings: dict[str, Any], message: str, tmp_path: Any) -> None:

@@ -94,6 +94,13 @@ def check_layout(config: VariantConfig) -> None:
         value = getattr(config, name)
         if value not in choices:
             raise VariantError(f"{name} must be {listing(choices)}, not {value!r}.{did_you_mean(str(value), choices)}")
+    if not isinstance(config.cut_micro_batches, bool):
+        raise VariantError(f"cut_micro_batches must be true or false, not {config.cut_micro_batches!r}.")
+    if config.share_prompts == "always" and config.gradient_checkpointing:
+        raise VariantError(
+            "share_prompts is always, and gradient checkpointing keeps no cache that prompts could be shared through. "
+            "Set gradient_checkpointing: false, or share_prompts: auto."
+        )
 
 
 def check_learning(config: VariantConfig) -> None:
@@ -195,8 +202,8 @@ def check_sampling(config: VariantConfig) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             least = "; to carry none, use carry_surplus: false" if name == "max_carry_age" else ""
-            raise VariantError(f"{name} must be a whole number of at least 1, not {value}{least}.")
-    if config.carry_surplus not in (None, True, False):
+            raise VariantError(f"{name} must be a whole number of at least 1, not {value!r}{least}.")
+    if not isinstance(config.carry_surplus, bool | None):
         raise VariantError(f"carry_surplus must be true or false, not {config.carry_surplus!r}.")
     carries = config.carry_surplus is not False and can_carry(config.recipe)
     if config.carry_surplus and not carries:
@@ -230,6 +237,8 @@ def check_prefill(config: VariantConfig) -> None:
     Raises:
         VariantError: It could not.
     """
+    if not isinstance(config.prefill_once, bool | None):
+        raise VariantError(f"prefill_once must be true, false or null, not {config.prefill_once!r}.")
     if not config.prefill_once:
         return
     reason = config_reason(config)

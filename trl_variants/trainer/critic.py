@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +91,7 @@ class Critic:
         return layout.scatter(values), layout.last(values)
 
     def _forward(self, layout: RowForward, states: list[Tensor]) -> Tensor:
-        if self.shared:
-            values: Tensor = self._wrapped(states[-1])
-        else:
-            can_share = layout.shared and self._trainer._passes.may_share(self.model.backbone)  # type: ignore[arg-type]
-            values = self._wrapped(layout if can_share == layout.shared else replace(layout, shared=False))
+        values: Tensor = self._wrapped(states[-1] if self.shared else layout)
         return values
 
     def _no_checkpointing(self) -> AbstractContextManager[Any]:

@@ -42,6 +42,10 @@ class LearningPhase:
         carried from an earlier rollout bring their own.
         """
         trainer = self._trainer
+        first_row = 0
+        for batch in trainer._buffered_inputs:  # whatever the cut, a later epoch shuffles the rows in this order
+            batch["row"] = torch.arange(first_row, first_row + len(batch["completion_ids"]))
+            first_row += len(batch["row"])
         self._stock_width = sum(trainer._buffered_inputs[0][name].shape[1] for name in ("prompt_ids", "completion_ids"))
         if trainer.args.shuffle == "groups":
             whole = self._whole("shuffle: groups")
@@ -70,7 +74,8 @@ class LearningPhase:
         buffer = self._trainer._buffered_inputs
         if self._trainer._passes.by_trl(buffer[0]):
             raise VariantError(f"{setting} goes with neither images, prompt tuning nor torch_compile in this release.")
-        return join(buffer, self._pad_id)
+        whole = join(buffer, self._pad_id)
+        return take(whole, whole["row"].argsort().tolist())
 
     def _buffer(self, whole: Rows, order: list[int]) -> None:
         """Put rows back into the buffer, cut evenly in an order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trl_variants.trainer.forward import RowForward
 
@@ -32,8 +33,11 @@ class Meter:
         self._useful = self._stock = 0
 
     @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        """Count the time until the context ends as a phase's."""
+    def timing(self, phase: str, mode: str = "train") -> Iterator[None]:
+        """Count the time until the context ends as a phase's; an evaluation's is not counted."""
+        if mode != "train":
+            yield
+            return
         self._lap()
         self._running.append(phase)
         try:
@@ -48,9 +52,10 @@ class Meter:
             self._seconds[self._running[-1]] += now - self._since
         self._since = now
 
-    def generated(self, tokens: int) -> None:
-        """Count generated tokens."""
-        self._tokens["generation"] += tokens
+    def generated(self, output: dict[str, Any], mode: str) -> None:
+        """Count the tokens of a generation batch."""
+        if mode == "train":
+            self._tokens["generation"] += int(output["completion_mask"].sum())
 
     def computed(self, layout: RowForward, stock: int) -> None:
         """Count a forward of the running phase.

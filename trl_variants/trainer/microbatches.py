@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Cut", "best_cut", "plain_cut", "shared_cut"]
 
-#: Above this many rows, the exact cut costs more than it saves: rows are sorted and cut evenly.
-LARGEST = 1024
+#: Rows squared times parts above which the exact cut takes too long: then rows are sorted and cut evenly.
+LARGEST = 64_000_000
+#: Memory of a cached token, which a prompt keeps for each of its rows, in units of a token's that is computed.
+CACHED = 1 / 8
 #: Two forwards instead of one, and the copying of a cache, in parts of the computation.
 SHARING_OVERHEAD = 0.1
 
@@ -101,7 +104,7 @@ def plain_cut(
     rows = len(order)
     # rows of [start, stop) x the longest, which is the last
     tokens = (np.arange(rows + 1)[None] - np.arange(rows)[:, None]) * np.concatenate([[0], lengths])[None]
-    bounds = _cheapest(tokens, parts, largest) or _even(rows, parts)
+    bounds = _cheapest(tokens, parts, largest, memory=tokens) or _even(rows, parts)
     made = [(stop - start, int(lengths[stop - 1])) for start, stop in bounds]
     return Cut(
         parts=_parts(order, bounds),
@@ -133,13 +136,14 @@ def shared_cut(
     order = np.array(sorted(range(len(k)), key=lambda i: (longest[keys[i]], keys[i], completions[i])))
     p, c, k = p[order], c[order], k[order]
     rows = len(order)
-    if rows > LARGEST:
+    if rows * rows * parts > LARGEST:
         return None
     count = np.arange(rows + 1)[None] - np.arange(rows)[:, None]
     changes = np.concatenate([[0], np.cumsum(k[1:] != k[:-1])])
     distinct = np.concatenate([np.zeros((rows, 1), int), changes[None] - changes[:, None] + 1], axis=1)
-    tokens = distinct * _running_max(p) + count * _running_max(c)
-    bounds = _cheapest(tokens, parts, largest)
+    longest_prompt = _running_max(p)
+    tokens = distinct * longest_prompt + count * _running_max(c)
+    bounds = _cheapest(tokens, parts, largest, memory=tokens + CACHED * count * longest_prompt)
     if bounds is None:
         return None
     cost = 0.0
@@ -163,22 +167,29 @@ def _running_max(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros((rows, 1), values.dtype), np.maximum.accumulate(table, axis=1)], axis=1)
 
 
-def _cheapest(tokens: NDArray[np.int64], parts: int, largest: int) -> list[tuple[int, int]] | None:
+def _cheapest(
+    tokens: NDArray[np.int64], parts: int, largest: int, memory: NDArray[Any]
+) -> list[tuple[int, int]] | None:
     """Bounds of the cheapest cut of an ordered list: the shortest path from 0 to its end in ``parts`` steps.
+
+    Of cuts that cost the same, the most even one.
 
     Args:
         tokens: (rows, rows + 1): the cost of a micro-batch of [start, stop).
         parts: Number of micro-batches.
-        largest: Most that one may cost.
+        largest: Most memory of one.
+        memory: (rows, rows + 1), in tokens that are computed.
 
     Returns:
         (start, stop) of each; None where there is no such cut, or too many rows to look for it.
     """
     rows = tokens.shape[0]
-    if rows > LARGEST:
+    if rows * rows * parts > LARGEST:
         return None
     start, stop = np.arange(rows)[:, None], np.arange(rows + 1)[None]
-    step = np.where((stop > start) & (tokens <= largest), tokens.astype(float), np.inf)
+    # Squares decide between equal sums, and never add up to a token.
+    uneven = tokens.astype(float) ** 2 / (2 * parts * float(tokens.max()) ** 2 + 1)
+    step = np.where((stop > start) & (memory <= largest), tokens + uneven, np.inf)
     best = np.full(rows + 1, np.inf)
     best[0] = 0.0
     came_from = []

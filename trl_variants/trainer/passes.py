@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.forward import RowForward, backbone_of, row_states
 from trl_variants.trainer.microbatches import Cut, best_cut, plain_cut
 from trl_variants.trainer.rows import put, take, trim
-from trl_variants.trainer.sharing import attention_cost, obstacle
+from trl_variants.trainer.sharing import attention_cost, length_dependent, obstacle
 
 __all__ = ["Passes", "Scored", "prompt_keys"]
 
@@ -56,8 +57,11 @@ class Passes:
         if self._trainer.args.torch_compile:  # whose forward is fixed
             return True
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        prompt_learning = getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False)
-        return prompt_learning or any(inputs.get(name) is not None for name in VISION_INPUTS)
+        if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+            return True
+        if length_dependent(policy.config) and self._trainer.critic is None:  # TRL's widths give TRL's numbers
+            return True
+        return any(inputs.get(name) is not None for name in VISION_INPUTS)
 
     # -- the cut ----------------------------------------------------------------------------------------------------
 
@@ -74,6 +78,9 @@ class Passes:
         longest = max(p + c for p, c in zip(prompts, completions, strict=True))
         backbone = backbone_of(self._trainer.accelerator.unwrap_model(self._trainer.model))
         sharing = args.share_prompts != "never" and self.may_share(backbone)
+        critic = self._trainer.critic
+        if critic and not critic.shared:  # which computes the same micro-batches
+            sharing = sharing and self.may_share(critic.model.backbone)
         if not args.cut_micro_batches or self._depends_on_the_cut:
             rows = range(len(prompts))
             even = tuple(tuple(rows[i : i + size]) for i in range(0, len(rows), size))
@@ -101,7 +108,13 @@ class Passes:
         if id(backbone) not in self._obstacles:
             reason = self._obstacles[id(backbone)] = obstacle(self._trainer, backbone)
             if reason:
-                logger.info("%s computes every prompt with each of its rows: %s", type(backbone).__name__, reason)
+                several = self._trainer.num_generations > 1
+                logger.log(
+                    logging.WARNING if several else logging.INFO,
+                    "%s computes every prompt with each of its rows: %s",
+                    type(backbone).__name__,
+                    reason,
+                )
         return self._obstacles[id(backbone)] is None
 
     # -- forwards ---------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def model_reason(base: PreTrainedModel) -> str | None:
     other = other or sorted({type(layer).__name__ for layer in other_layers(DynamicCache(config=text))})
     if other:
         return f"{type(base).__name__} has layers that do not keep every token ({', '.join(other)})"
-    scaled = _rope_types(text) & {"dynamic", "longrope"}
+    scaled = rope_types(text) & {"dynamic", "longrope"}
     return f"rotary positions ({scaled.pop()}) depend on the length of what was run" if scaled else None
 
 
@@ -94,7 +94,7 @@ def other_layers(cache: DynamicCache) -> list[Any]:
     return [layer for layer in cache.layers if type(layer) is not DynamicLayer]
 
 
-def _rope_types(config: Any) -> set[str]:
+def rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     levels = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by kind of layer, in some models
     return {str(level.get("rope_type", level.get("type"))) for level in levels}

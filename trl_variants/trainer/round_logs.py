@@ -72,9 +72,8 @@ class RoundLogs:
         logs["completion"].extend(rows["completion"])
         for index, name in enumerate(names):
             logs["rewards"][name].extend(rows["rewards_per_func"][:, index].tolist())
-        for name, values in rows.items():
-            if name.startswith(_EXTRA):
-                logs["extra"][name.removeprefix(_EXTRA)].extend(values)
+        for name, column in logs["extra"].items():  # also those that this rollout's rewards did not fill
+            column.extend(rows.get(f"{_EXTRA}{name}", [None] * len(rows["prompt"])))
 
     def _clear(self) -> None:
         logs = self._trainer._logs

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from trl_variants.trainer.forward import RowForward
+from trl_variants.trainer.prefill_reasons import rope_types
 
-__all__ = ["attention_cost", "obstacle"]
+__all__ = ["attention_cost", "length_dependent", "obstacle"]
 
 _FULL = "full_attention"
 
@@ -29,12 +30,18 @@ def obstacle(trainer: Any, backbone: Any) -> str | None:
         or getattr(config, "output_router_logits", False),
         "its layers are not all of full attention": kinds != {_FULL} or bool(sliding),
         "it has an encoder": config.is_encoder_decoder,
+        "its positions depend on the length of a row": length_dependent(config),
         "dropout would be drawn once for a prompt": _has_dropout(backbone, config),
     }
     for reason, holds in reasons.items():
         if holds:
             return reason
     return _probe(backbone)
+
+
+def length_dependent(config: Any) -> bool:
+    """Whether a model's positions depend on the length of what is computed, padding included."""
+    return bool(rope_types(config.get_text_config()) & {"dynamic", "longrope"})
 
 
 def attention_cost(backbone: Any) -> float:

@@ -179,23 +179,23 @@ class VariantTrainer(GRPOTrainer):
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         selection = None
         if mode == "train" and self.resampler:  # the loader's batch only keeps the pace
-            with self.meter.timing("generation"):
+            with self.meter.timing("generation", mode):
                 output, selection = self.resampler.rollout()
         else:
             check_groups(len(inputs) * self.accelerator.num_processes, generations)
             output = self._generate_round(inputs)
-        with self.meter.timing("scoring"):
+        with self.meter.timing("scoring", mode):
             return finish_rollout(self, output, mode, generations, selection)
 
     def _generate_round(self, inputs: Any) -> dict[str, Any]:
         """TRL's generation and rewards, of completions that nothing has judged or scored yet."""
-        self._skip_scoring = True
+        self._skip_scoring, mode = True, "train" if self.model.training else "eval"
         try:
-            with self.meter.timing("generation"):
+            with self.meter.timing("generation", mode):
                 output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._skip_scoring = False
-        self.meter.generated(int(output["completion_mask"].sum()))
+        self.meter.generated(output, mode)
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
