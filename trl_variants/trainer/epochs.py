@@ -73,7 +73,10 @@ class LearningPhase:
         """The rows of all micro-batches."""
         buffer = self._trainer._buffered_inputs
         if self._trainer._passes.by_trl(buffer[0]):
-            raise VariantError(f"{setting} goes with neither images, prompt tuning nor torch_compile in this release.")
+            raise VariantError(
+                f"{setting} goes with neither images, prompt tuning, torch_compile nor positions that depend on the "
+                "length of a row (dynamic and longrope) in this release."
+            )
         whole = join(buffer, self._pad_id)
         return take(whole, whole["row"].argsort().tolist())
 

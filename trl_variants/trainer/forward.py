@@ -107,10 +107,7 @@ class RowForward:
             labels = torch.cat([labels, labels.new_full((len(chosen),), _IGNORED)])
             into = torch.cat([into, into.new_full((len(chosen),), batch * width)])
         if not len(rows):  # nothing counts: one state, so that the result hangs on the model
-            rows, places = (
-                torch.zeros(1, dtype=torch.long, device=device),
-                torch.zeros(1, dtype=torch.long, device=device),
-            )
+            rows = places = torch.zeros(1, dtype=torch.long, device=device)
             labels, into = torch.full((1,), _IGNORED, device=device), torch.full((1,), batch * width, device=device)
         return cls(
             ids=ids,

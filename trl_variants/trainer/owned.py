@@ -70,9 +70,8 @@ class OwnedSettings:
 
 def refusal(name: str, override: str) -> str:
     """Why a field is refused, and what to write instead."""
-    if override.endswith("_weight: ...") or name.startswith(("sapo", "vespo")):
-        override += " (with a component that does this, from a plugin)"
-        return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
     if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
         return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
+    if override.endswith("_weight: ...") or name.startswith(("sapo", "vespo")):
+        override += " (with a component that does this, from a plugin)"
     return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."

@@ -53,7 +53,7 @@ class Passes:
         self._obstacles: dict[int, str | None] = {}
 
     def by_trl(self, inputs: dict[str, Any]) -> bool:
-        """Whether TRL's own forward takes the rows: with images, trained tokens before the prompt, or compiled."""
+        """Whether TRL's own forward takes the rows, because ours cannot lay them out or would change the numbers."""
         if self._trainer.args.torch_compile:  # whose forward is fixed
             return True
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,17 +59,7 @@ def finish_rollout(
     _score(trainer, output, mode)
     if mode == "train":
         trainer.kl_coef = trainer._next_kl_coef
-    rollout = build_rollout(
-        output,
-        trainer._rewards_per_func,
-        reward_weights=trainer.reward_weights,
-        reward_names=trainer.reward_func_names,
-        stop_ids=trainer.eos_token_ids,
-        pad_id=trainer._tokenizer.pad_token_id,
-        generations=generations,
-        max_length=trainer.max_completion_length,
-        gather=partial(gather_rows, accelerator=trainer.accelerator),
-    )
+    rollout = build_rollout(trainer, output, generations)
     keep = None
     if selection:
         rollout, keep = rollout.first(selection.rows), selection.keep[: selection.rows]
@@ -109,7 +98,7 @@ def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
     rows = {**output, "loss_mask": loss_mask(output)}
     if critic and trainer._passes.by_trl(output):
-        raise VariantError("A critic goes with neither images nor prompt tuning in this release.")
+        raise VariantError("A critic goes with neither images, prompt tuning nor torch_compile in this release.")
     if trainer.reference:
         with trainer.reference.scored() as model:
             output["ref_per_token_logps"] = trainer._passes.score(model, rows, size)["log_probs"]
@@ -136,36 +125,20 @@ def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None
     logged.extend(advantages.tolist())
 
 
-def build_rollout(
-    output: dict[str, Any],
-    rewards_per_func: Tensor,
-    *,
-    reward_weights: Tensor,
-    reward_names: list[str],
-    stop_ids: list[int],
-    pad_id: int,
-    generations: int,
-    max_length: int,
-    gather: Callable[[Tensor], Tensor],
-) -> Rollout:
+def build_rollout(trainer: Any, output: dict[str, Any], generations: int) -> Rollout:
     """Build the `Rollout` of all processes from what TRL generated on this one.
 
     Args:
+        trainer: The trainer, which holds the rewards of all processes, NaN where a function returned None.
         output: TRL's generation batch of this process.
-        rewards_per_func: (N, F) of all processes, NaN where a function returned None.
-        reward_weights: (F,).
-        reward_names: The F names.
-        stop_ids: Every token that ends a completion.
-        pad_id: The padding token, which also counts as an end for TRL's ``clipped_ratio``.
         generations: Completions per prompt.
-        max_length: The length limit.
-        gather: Collects rows of all processes, padding them to one width.
     """
+    rewards_per_func, gather = trainer._rewards_per_func, partial(gather_rows, accelerator=trainer.accelerator)
     completion_mask = output["completion_mask"].bool()
     lengths = completion_mask.sum(1)
     last = output["completion_ids"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-    has_eos = torch.isin(last, torch.tensor(stop_ids, device=last.device)) & (lengths > 0)
-    weights = reward_weights.to(rewards_per_func)
+    has_eos = torch.isin(last, torch.tensor(trainer.eos_token_ids, device=last.device)) & (lengths > 0)
+    weights = trainer.reward_weights.to(rewards_per_func)
     rows = len(rewards_per_func)
     tensors = {
         field: gather(output[key])
@@ -183,14 +156,15 @@ def build_rollout(
         scored=~rewards_per_func.isnan().all(1),
         rewards_per_func=rewards_per_func,
         reward_weights=weights,
-        reward_names=tuple(reward_names),
+        reward_names=tuple(trainer.reward_func_names),
         # TRL lays completions of a prompt side by side, over the processes in order.
         group_ids=torch.arange(rows, device=rewards_per_func.device) // generations,
         mask=gather(loss_mask(output)),
         lengths=gather(lengths),
-        truncated=gather(~has_eos & (last != pad_id)),
+        # For TRL's clipped_ratio, the padding token is an end too.
+        truncated=gather(~has_eos & (last != trainer._tokenizer.pad_token_id)),
         has_eos=gather(has_eos),
-        max_length=max_length,
+        max_length=trainer.max_completion_length,
         **tensors,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -156,22 +155,12 @@ class Resampler:
         output = trainer._generate_round(self._inputs())
         if any(name in output for name in (*VISION_INPUTS, "num_images")):
             raise unsupported("images")
-        pad_id = trainer._tokenizer.pad_token_id
-        rollout = build_rollout(
-            output,
-            trainer._rewards_per_func,
-            reward_weights=trainer.reward_weights,
-            reward_names=trainer.reward_func_names,
-            stop_ids=trainer.eos_token_ids,
-            pad_id=pad_id,
-            generations=self._generations,
-            max_length=trainer.max_completion_length,
-            gather=partial(gather_rows, accelerator=accelerator),
-        )
+        rollout = build_rollout(trainer, output, self._generations)
         keep = trainer.recipe.keep(rollout, states=trainer._states)
         if accelerator.num_processes > 1:  # a filter may round or draw otherwise on another process
             keep = broadcast(keep.long()).bool()
-        rows = gather({name: value for name, value in output.items() if name not in _NOT_ROWS}, accelerator, pad_id)
+        tensors = {name: value for name, value in output.items() if name not in _NOT_ROWS}
+        rows = gather(tensors, accelerator, trainer._tokenizer.pad_token_id)
         rows |= {"rewards_per_func": trainer._rewards_per_func, "keep": keep}
         return move(rows, "cpu") | logs.take(len(keep))
 

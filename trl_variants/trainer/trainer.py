@@ -1,7 +1,7 @@
 """`VariantTrainer`: TRL's GRPOTrainer with the objective of a recipe.
 
-TRL generates, scores rewards, shuffles, cuts and logs; what is replaced is the advantages (`Recipe.advantages`), the
-loss (`Recipe.loss`), the reference, and the bookkeeping that makes both exact.
+TRL generates, scores rewards, shuffles and logs; what is replaced is the advantages (`Recipe.advantages`), the loss
+(`Recipe.loss`), the reference, the cut into micro-batches, and the bookkeeping that makes all of it exact.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class VariantTrainer(GRPOTrainer):
     def forward_by_trl(
         self, model: Any, inputs: dict[str, Any], entropy: bool, aux: bool, size: int | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's own scoring forward, for rows with images."""
+        """TRL's own scoring forward, for the rows of `Passes.by_trl`."""
         scored: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
