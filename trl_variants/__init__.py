@@ -9,6 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trl_variants.components.masked import at_last_token as at_last_token
+    from trl_variants.components.masked import bounded_exp as bounded_exp
+    from trl_variants.components.masked import discounted_sum as discounted_sum
+    from trl_variants.components.masked import following as following
+    from trl_variants.components.masked import group_table as group_table
+    from trl_variants.components.masked import is_constant as is_constant
+    from trl_variants.components.masked import masked_mean as masked_mean
+    from trl_variants.components.masked import masked_std as masked_std
+    from trl_variants.components.masked import masked_sum as masked_sum
+    from trl_variants.components.masked import select as select
+    from trl_variants.components.masked import to_tokens as to_tokens
     from trl_variants.data import Advantages as Advantages
     from trl_variants.data import Batch as Batch
     from trl_variants.data import ClipResult as ClipResult
@@ -26,24 +37,32 @@ if TYPE_CHECKING:
     from trl_variants.variant import Variant as Variant
     from trl_variants.variant import use as use
 
-_HOMES = {
-    "Advantages": "data",
-    "Batch": "data",
-    "ClipResult": "data",
-    "KL": "variant",
-    "Recipe": "recipe",
-    "Rollout": "data",
-    "Totals": "data",
-    "Variant": "variant",
-    "VariantConfig": "trainer.config",
-    "VariantError": "errors",
-    "VariantTrainer": "trainer.trainer",
-    "component": "declaration",
-    "hookimpl": "hookspecs",
-    "load_registry": "registry",
-    "resolve": "resolution",
-    "use": "variant",
+_NAMES = {
+    "components.masked": (
+        "at_last_token",
+        "bounded_exp",
+        "discounted_sum",
+        "following",
+        "group_table",
+        "is_constant",
+        "masked_mean",
+        "masked_std",
+        "masked_sum",
+        "select",
+        "to_tokens",
+    ),
+    "data": ("Advantages", "Batch", "ClipResult", "Rollout", "Totals"),
+    "declaration": ("component",),
+    "errors": ("VariantError",),
+    "hookspecs": ("hookimpl",),
+    "recipe": ("Recipe",),
+    "registry": ("load_registry",),
+    "resolution": ("resolve",),
+    "trainer.config": ("VariantConfig",),
+    "trainer.trainer": ("VariantTrainer",),
+    "variant": ("KL", "Variant", "use"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)  # noqa: PLE0605
 __version__ = "0.1.0"
 

@@ -179,6 +179,7 @@ class Rollout(_Tensors):
         sampling_log_probs: (N, T) as the generation engine computed them.
         values: (N, T) the critic's V_t, read at the position that predicts token t.
         final_values: (N,) the critic's value after the last token.
+        greedy_rewards: (N,) the reward of the greedy completion of each row's prompt.
     """
 
     rewards: Tensor
@@ -197,12 +198,13 @@ class Rollout(_Tensors):
     sampling_log_probs: Tensor | None = None
     values: Tensor | None = None
     final_values: Tensor | None = None
+    greedy_rewards: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, cast to float32 or better, select masked positions away."""
         self._tensor("mask", (None, None), dtype=torch.bool)
         rows, tokens = self.mask.shape
-        for name in ("rewards", "final_values"):
+        for name in ("rewards", "final_values", "greedy_rewards"):
             self._tensor(name, (rows,))
         for name in ("scored", "truncated", "has_eos"):
             self._tensor(name, (rows,), dtype=torch.bool)

@@ -85,6 +85,7 @@ def _rollout(generations: int, max_length: int) -> Rollout:
         sampling_log_probs=log_probs + 0.1,
         values=log_probs.exp(),
         final_values=torch.zeros(rows),
+        greedy_rewards=torch.full((rows,), 0.5),
     )
 
 

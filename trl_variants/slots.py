@@ -28,6 +28,7 @@ ROLLOUT_INPUTS: Mapping[str, str] = MappingProxyType(
         "rewards_per_func": "(N, F) what each reward function returned, NaN where it returned None",
         "reward_weights": "(F,) the weights of the reward functions",
         "reward_names": "the F names of the reward functions, as a tuple of strings",
+        "greedy_rewards": "(N,) reward of the greedy completion of each row's prompt, generated besides",
         "scored": "(N,) bool, False where every reward function returned None",
         "group_ids": "(N,) equal for the completions of one prompt",
         "mask": "(N, T) bool, True where a token counts",
@@ -154,7 +155,7 @@ SLOTS: Mapping[str, Slot] = MappingProxyType(
             Slot(
                 "advantage_estimator",
                 "rollout",
-                (*_REWARDS, *_ROWS, "values", "final_values", "log_probs", "ref_log_probs"),
+                (*_REWARDS, *_ROWS, "greedy_rewards", "values", "final_values", "log_probs", "ref_log_probs"),
                 ("N", "NT"),
                 "how much better than expected",
             ),

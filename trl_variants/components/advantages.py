@@ -7,10 +7,9 @@ the gradient's expectation as it is and lowers its variance (document 002, secti
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from trl_variants.components.masked import group_table, is_constant, select
+from trl_variants.components.masked import discounted_sum, following, group_table, is_constant, select
 from trl_variants.data import Advantages
 from trl_variants.declaration import component
 
@@ -142,7 +141,7 @@ def reward_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
         >>> reward_to_go(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    return _discounted_sum(select(token_rewards, mask), mask.bool(), gamma)
+    return discounted_sum(token_rewards, mask, gamma)
 
 
 @component(
@@ -199,26 +198,12 @@ def gae(
         (tensor([[0.8267, 0.7650, 0.7000]]), tensor([[0.9268, 0.9650, 1.0000]]))
     """
     rewards, v, mask = select(token_rewards, mask), select(values, mask), mask.bool()
-    next_value = torch.zeros_like(v[:, 0])
+    last_value = None
     if bootstrap_truncated:
         if truncated is None or final_values is None:
             raise ValueError("bootstrap_truncated needs truncated and final_values")
-        next_value = select(final_values, truncated)
-    deltas = torch.zeros_like(v)
-    for t in range(v.shape[1] - 1, -1, -1):
-        deltas[:, t] = rewards[:, t] + gamma * next_value - v[:, t]
-        next_value = torch.where(mask[:, t], v[:, t], next_value)
-    deltas = select(deltas, mask)
-    advantages = _discounted_sum(deltas, mask, gamma * lam)
-    errors = advantages if lam_returns is None else _discounted_sum(deltas, mask, gamma * lam_returns)
+        last_value = select(final_values, truncated)
+    deltas = select(rewards + gamma * following(v, mask, last_value) - v, mask)
+    advantages = discounted_sum(deltas, mask, gamma * lam)
+    errors = advantages if lam_returns is None else discounted_sum(deltas, mask, gamma * lam_returns)
     return Advantages(advantages=advantages, returns=select(errors + v, mask))
-
-
-def _discounted_sum(terms: Tensor, mask: Tensor, discount: float) -> Tensor:
-    """Sₜ = xₜ + discount Sₜ₊₁ over the positions of the mask; the others pass S on, and hold 0."""
-    carry = torch.zeros_like(terms[:, 0])
-    out = torch.zeros_like(terms)
-    for t in range(terms.shape[1] - 1, -1, -1):
-        carry = torch.where(mask[:, t], terms[:, t] + discount * carry, carry)
-        out[:, t] = carry
-    return select(out, mask)

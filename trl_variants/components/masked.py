@@ -13,6 +13,8 @@ __all__ = [
     "at_last_token",
     "bounded_exp",
     "counted",
+    "discounted_sum",
+    "following",
     "group_table",
     "is_constant",
     "masked_mean",
@@ -123,6 +125,46 @@ def at_last_token(x: Tensor, mask: Tensor) -> Tensor:
     mask = mask.bool()
     after = mask.flip(1).cumsum(1).flip(1)  # policy tokens from here on
     return select(x[:, None].expand(mask.shape), mask & (after == 1))
+
+
+def following(x: Tensor, mask: Tensor, last: Tensor | None = None) -> Tensor:
+    """xₜ₊₁ at each policy token: that of the next one, over masked spans; ``last`` after the last. (N, T) -> (N, T).
+
+    Example:
+        >>> following(torch.tensor([[0.1, 9.0, 0.3]]), torch.tensor([[1, 0, 1]]))
+        tensor([[0.3000, 0.0000, 0.0000]])
+    """
+    mask = mask.bool()
+    carry = x.new_zeros(len(x)) if last is None else last
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1] - 1, -1, -1):
+        out[:, t] = carry
+        carry = torch.where(mask[:, t], x[:, t], carry)
+    return select(out, mask)
+
+
+def discounted_sum(x: Tensor, mask: Tensor, discount: float | Tensor) -> Tensor:
+    """Sₜ = xₜ + discount Sₜ₊₁ over policy tokens: a masked span passes S on at no cost, and holds 0.
+
+    Args:
+        x: (N, T).
+        mask: (N, T), True where a token counts.
+        discount: One for all, or (N,) one for each completion.
+
+    Returns:
+        (N, T).
+
+    Example:
+        >>> discounted_sum(torch.tensor([[1.0, 9.0, 2.0]]), torch.tensor([[1, 0, 1]]), 0.5)
+        tensor([[2., 0., 2.]])
+    """
+    mask = mask.bool()
+    carry = x.new_zeros(len(x))
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1] - 1, -1, -1):
+        carry = torch.where(mask[:, t], x[:, t] + discount * carry, carry)
+        out[:, t] = carry
+    return select(out, mask)
 
 
 def precise(x: Tensor) -> Tensor:

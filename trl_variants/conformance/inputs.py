@@ -66,6 +66,7 @@ class Case:
         per_func = normal(self.rows, 2)
         weights = torch.tensor([0.7, 0.3], dtype=self.dtype)
         group_ids = torch.tensor([g for g, size in enumerate(self.groups) for _ in range(size)])
+        group_ids = group_ids[torch.randperm(self.rows, generator=torch.Generator().manual_seed(0))]
         lengths = self.lengths()
         return {
             "rewards": per_func @ weights,
@@ -73,7 +74,7 @@ class Case:
             "rewards_per_func": per_func,
             "reward_weights": weights,
             "reward_names": ("first", "second"),
-            "group_ids": group_ids[torch.randperm(self.rows, generator=torch.Generator().manual_seed(0))],
+            "group_ids": group_ids,
             "mask": self.mask(),
             "lengths": lengths,
             "truncated": lengths == self.width,
@@ -84,6 +85,7 @@ class Case:
             "sampling_log_probs": -normal(self.rows, self.width).abs(),
             "values": normal(self.rows, self.width),
             "final_values": normal(self.rows),
+            "greedy_rewards": normal(len(self.groups))[group_ids],
         }
 
     def batch(self, per_token: bool = False) -> dict[str, Any]:
