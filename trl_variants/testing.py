@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from trl_variants.conformance import NonConformance, check_component, check_plugin, check_variant
+from trl_variants.conformance.training import train_config
 from trl_variants.data import Batch, Rollout, Totals
 
-__all__ = ["NonConformance", "check_component", "check_plugin", "check_variant", "make_batch", "make_rollout"]
+__all__ = [
+    "NonConformance",
+    "check_component",
+    "check_plugin",
+    "check_variant",
+    "make_batch",
+    "make_rollout",
+    "train_config",
+]
 
 Values = Tensor | Sequence[Any]
 

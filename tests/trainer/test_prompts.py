@@ -10,7 +10,8 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_variants import VariantError
+from tests import tiny
+from trl_variants import VariantError, VariantTrainer
 from trl_variants.trainer.prompts import PromptStream
 
 ROWS = st.integers(1, 12)
@@ -110,3 +111,15 @@ def test_rows_of_a_dataset_are_new_objects_each_time() -> None:
     first, second = stream.take(2)
     first["prompt"] = "changed"
     assert second == {"prompt": "a"}
+
+
+def test_a_dataset_smaller_than_one_rollout_is_refused_and_not_trained_on_in_silence(tmp_path: Any) -> None:
+    trainer = VariantTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.low_words,
+        args=tiny.config(tmp_path, "reinforce", num_generations=1),
+        train_dataset=tiny.dataset(7),
+        processing_class=tiny.tokenizer(),
+    )
+    with pytest.raises(VariantError, match=r"has 7 prompts, and one rollout takes 8 \(generation_batch_size 8"):
+        trainer.train()

@@ -66,8 +66,8 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
     return job
 
 
-def run(job: Job) -> None:
-    """Load the dataset, train, save."""
+def run(job: Job) -> Any:
+    """Load the dataset, train, save; return the trainer."""
     from datasets import load_dataset
     from trl import get_dataset, get_peft_config, get_quantization_config
 
@@ -108,6 +108,7 @@ def run(job: Job) -> None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
+    return trainer
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from trl.trainer.utils import is_async_callable
 
 from trl_variants.errors import VariantError
 
-__all__ = ["check_engine", "check_groups", "checked_reward", "stop_tokens"]
+__all__ = ["check_engine", "check_groups", "check_prompts", "checked_reward", "stop_tokens"]
 
 logger = get_logger(__name__)
 
@@ -89,6 +89,18 @@ def check_groups(rows: int, generations: int) -> None:
         raise VariantError(
             f"A batch of {rows} completions holds no whole number of groups of {generations}. Set "
             "num_generations_eval: 1, or make per_device_eval_batch_size x processes a multiple of it."
+        )
+
+
+def check_prompts(trainer: Any) -> None:
+    """Raise a `VariantError` where a dataset is smaller than one rollout: the loader drops what is not whole."""
+    dataset, args = trainer.train_dataset, trainer.args
+    prompts = args.generation_batch_size // args.num_generations
+    if hasattr(dataset, "__len__") and len(dataset) < prompts:
+        raise VariantError(
+            f"The training dataset has {len(dataset)} prompts, and one rollout takes {prompts} "
+            f"(generation_batch_size {args.generation_batch_size} / num_generations {args.num_generations}). Lower "
+            "per_device_train_batch_size or steps_per_generation, or raise num_generations."
         )
 
 

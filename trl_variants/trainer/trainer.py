@@ -32,7 +32,7 @@ from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
 from trl_variants.trainer.rows import old_log_probs
 from trl_variants.trainer.sampling import Resampler
-from trl_variants.trainer.scoring import check_engine, check_groups, checked_reward, stop_tokens
+from trl_variants.trainer.scoring import check_engine, check_groups, check_prompts, checked_reward, stop_tokens
 from trl_variants.trainer.surplus import refuse_unsupported
 
 __all__ = ["VariantTrainer"]
@@ -125,6 +125,7 @@ class VariantTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Write and log the resolved recipe, then train as `transformers.Trainer` does."""
+        check_prompts(self)
         # What an earlier call has left belongs to another policy, or to a step that was cut off.
         self._buffered_inputs = None
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
