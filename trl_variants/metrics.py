@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from trl_variants.data import Batch, ClipResult, Metric, Rollout
 if TYPE_CHECKING:
     from trl_variants.binding import Workspace
 
-__all__ = ["measured_kl", "of_loss", "of_rollout"]
+__all__ = ["Observed", "measured_kl", "observe", "of_rollout", "of_step"]
 
 
 def measured_kl(kl: Tensor, mask: Tensor) -> tuple[float, float]:
@@ -48,7 +48,8 @@ def of_rollout(x: Workspace, rollout: Rollout, returns: Tensor | None = None) ->
         "advantages/group_spread": _mean(spread, ~spread.isnan()),
     }
     if x["kl"] is not None:
-        out |= _kl(x, rollout.mask)
+        out["kl"] = _mean(x["kl"], rollout.mask)
+        out["kl/k3"] = _mean(k3(x["log_probs"], x["ref_log_probs"]), rollout.mask)
     if returns is not None and rollout.values is not None:
         out |= _of_values(rollout.values, returns, rollout.mask & (rollout.scored & x["keep"])[:, None])
     return out
@@ -72,91 +73,108 @@ def _variance(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum((x - masked_sum(x, mask) / count).square(), mask) / count
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What one micro-batch leaves for the metrics of its optimizer step, detached.
+
+    Attributes:
+        mask: (B, T) bool, True where a token counts.
+        values: (B, T) by name: what metrics are computed from.
+        terms: (B, T) by name: those of the regularizers.
+        clipped: (B, T) or (B, 1) bool by name: what the clip rule says it clipped.
+    """
+
+    mask: Tensor
+    values: Mapping[str, Tensor]
+    terms: Mapping[str, Tensor]
+    clipped: Mapping[str, Tensor]
+
+
+def observe(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Tensor]) -> Observed:
+    """Keep what `of_step` needs of a micro-batch; nothing is computed yet."""
+    values = {
+        "log_probs": batch.log_probs,
+        "old_log_probs": batch.old_log_probs,
+        "entropies": batch.entropies,
+        "kl": x["kl"],
+    }
+    for bound, _ in x.outputs:
+        if bound.slot == "kl_estimator" and bound.info.function is not k3:
+            values["ref_log_probs"] = batch.ref_log_probs
+        if bound.info.function is value_loss:
+            clip_of_values = bound.parameters["clip"]
+            values["value_clipped"] = value_clipped(x["values"], x["old_values"], x["returns"], clip=clip_of_values)
+            values["valued"] = batch.mask if batch.scored is None else batch.mask & batch.scored[:, None]
+    flags = {name: where for name in ("low", "high", "dual") if (where := getattr(clip, name)) is not None}
+    if len({where.shape for where in flags.values()}) > 1:
+        flags = {name: where.expand_as(batch.mask) for name, where in flags.items()}
+    return Observed(batch.mask, _detached(values), _detached(terms), flags)
+
+
+def _detached(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+
+
 @torch.no_grad()
-def of_loss(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Metrics of the learning phase.
+def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
+    """Metrics of the learning phase, over the micro-batches of one optimizer step.
 
     ``entropy``; ``clip_ratio/{low,high,region,dual}_mean``, ``clip_ratio/low_min`` and ``clip_ratio/high_max`` from
     what the clip rule says it clipped; ``approx_kl``, the k3 estimate of KL(old policy, policy); ``kl`` as it is
     trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
-    assert batch.old_log_probs is not None
-    tokens = _Counted.of(batch.mask)
-    # What a batch holds is 0 where nothing counts.
-    out = {"approx_kl": Metric(k3(batch.old_log_probs, batch.log_probs).sum(), tokens.total)}
-    if batch.entropies is not None:
-        out["entropy"] = Metric(batch.entropies.detach().sum(), tokens.total)
-    out |= _clips(clip, tokens)
-    if x["kl"] is not None:
-        out |= _kl(x, batch.mask)
-    out |= _value_clips(x, batch)
-    named = {name if name not in out else f"regularizer/{name}": term for name, term in terms.items()}
-    return out | {name: tokens.mean(term) for name, term in named.items()}
+    mask = _end_to_end(part.mask for part in parts)
+    tokens = mask.sum()
+    v = {name: _end_to_end(part.values[name] for part in parts) for name in parts[0].values}
 
+    def mean(values: Tensor) -> Metric:
+        return Metric(select(values, mask).sum(), tokens)
 
-@dataclass(frozen=True)
-class _Counted:
-    """A mask with its counts, which several metrics share.
-
-    Attributes:
-        mask: (B, T) bool, or (B, 1) for completions.
-        rows: (B,) how much counts in each row.
-        total: 0-dim.
-    """
-
-    mask: Tensor
-    rows: Tensor
-    total: Tensor
-
-    @classmethod
-    def of(cls, mask: Tensor) -> _Counted:
-        rows = mask.sum(1)
-        return cls(mask, rows, rows.sum())
-
-    def mean(self, values: Tensor) -> Metric:
-        return Metric(select(values.detach(), self.mask).sum(), self.total)
-
-
-def _clips(clip: ClipResult, tokens: _Counted) -> dict[str, Metric]:
-    """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
-    flags = {name: where for name in ("low", "high", "dual") if (where := getattr(clip, name)) is not None}
-    if not flags:
-        return {}
-    if len({where.shape for where in flags.values()}) > 1:
-        flags = {name: where.expand_as(tokens.mask) for name, where in flags.items()}
-    if "low" in flags and "high" in flags:
-        flags["region"] = flags["low"] | flags["high"]
-    stacked = torch.stack(list(flags.values()))
-    counts = tokens if stacked.shape[1:] == tokens.mask.shape else _Counted.of(tokens.rows[:, None] > 0)
-    clipped = (stacked & counts.mask).sum(2)  # (flags, B)
-    totals = clipped.sum(1)
-    out = {f"clip_ratio/{name}_mean": Metric(totals[i], counts.total) for i, name in enumerate(flags)}
-    share, empty = clipped / counts.rows, counts.rows == 0
-    for i, name in enumerate(flags):
-        if name == "low":
-            least = share[i].masked_fill(empty, torch.inf).amin()
-            out["clip_ratio/low_min"] = Metric(least, counts.total.clamp(max=1), "min")
-        if name == "high":
-            most = share[i].masked_fill(empty, -torch.inf).amax()
-            out["clip_ratio/high_max"] = Metric(most, counts.total.clamp(max=1), "max")
+    out = {"approx_kl": mean(k3(v["old_log_probs"], v["log_probs"]))}
+    if "entropies" in v:
+        out["entropy"] = mean(v["entropies"])
+    out |= _clips(parts, mask)
+    if "kl" in v:
+        out["kl"] = mean(v["kl"])
+        out["kl/k3"] = mean(k3(v["log_probs"], v["ref_log_probs"])) if "ref_log_probs" in v else out["kl"]
+    if "valued" in v:  # where the clip of a value loss takes the gradient away
+        out["clip_ratio/value"] = Metric((v["value_clipped"] & v["valued"]).sum(), v["valued"].sum())
+    for name in parts[0].terms:
+        term = mean(_end_to_end(part.terms[name] for part in parts))
+        out[name if name not in out else f"regularizer/{name}"] = term
     return out
 
 
-def _value_clips(x: Workspace, batch: Batch) -> dict[str, Metric]:
-    """Share of the tokens where the clip of a value loss takes the gradient away."""
-    for bound, _ in x.outputs:
-        if bound.info.function is value_loss:
-            where = value_clipped(x["values"], x["old_values"], x["returns"], clip=bound.parameters["clip"])
-            mask = batch.mask if batch.scored is None else batch.mask & batch.scored[:, None]
-            return {"clip_ratio/value": _mean(where.float(), mask)}
-    return {}
+def _end_to_end(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements of (B, T) tensors in one row: micro-batches differ in width."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _kl(x: Workspace, mask: Tensor) -> dict[str, Metric]:
-    kl = _mean(x["kl"], mask)
-    if any(bound.info.function is k3 for bound, _ in x.outputs):
-        return {"kl": kl, "kl/k3": kl}
-    return {"kl": kl, "kl/k3": _mean(k3(x["log_probs"], x["ref_log_probs"]), mask)}
+def _clips(parts: Sequence[Observed], mask: Tensor) -> dict[str, Metric]:
+    """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
+    names = list(parts[0].clipped)
+    if not names:
+        return {}
+    rows = torch.tensor([width for part in parts for width in [part.mask.shape[1]] * len(part.mask)])
+    if any(part.clipped[names[0]].shape != part.mask.shape for part in parts):  # one for a completion
+        mask, rows = torch.cat([part.mask.any(1) for part in parts]), torch.ones_like(rows)
+    flags = {name: _end_to_end(part.clipped[name] for part in parts) & mask for name in names}
+    if "low" in flags and "high" in flags:
+        flags["region"] = flags["low"] | flags["high"]
+    clipped, count = torch.stack(list(flags.values())), mask.sum()
+    out = {f"clip_ratio/{name}_mean": Metric(t, count) for name, t in zip(flags, clipped.sum(1), strict=True)}
+    row = torch.arange(len(rows)).repeat_interleave(rows).to(mask.device)
+    per_row = clipped.new_zeros(len(clipped) + 1, len(rows), dtype=torch.long)
+    per_row.index_add_(1, row, torch.cat([clipped, mask[None]]).long())
+    shares = per_row[:-1, per_row[-1] > 0] / per_row[-1, per_row[-1] > 0]
+    some = count.clamp(max=1)
+    for name, share in zip(flags, shares, strict=True):
+        if name == "low":
+            out["clip_ratio/low_min"] = Metric(share.amin() if len(share) else share.new_tensor(torch.inf), some, "min")
+        if name == "high":
+            most = share.amax() if len(share) else share.new_tensor(-torch.inf)
+            out["clip_ratio/high_max"] = Metric(most, some, "max")
+    return out
 
 
 def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:

@@ -72,13 +72,18 @@ class LossResult:
 
     Attributes:
         loss: Scalar: this micro-batch's share of the loss of its optimizer step.
-        metrics: Numbers to log, by name.
+        observed: What the metrics of its step are made of; see `metrics.of_step`.
         states: The components' states after this micro-batch.
     """
 
     loss: Tensor
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    observed: metrics.Observed
     states: States = field(default_factory=dict)
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, Metric]:
+        """Numbers to log, by name: those of this micro-batch alone."""
+        return metrics.of_step((self.observed,))
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,7 @@ class Recipe:
             x.require_finite()
             if not loss.isfinite():
                 raise VariantError("The loss is not finite, though every component's output is.")
-        return LossResult(loss=loss, metrics=metrics.of_loss(x, batch, clip, terms), states=x.states)
+        return LossResult(loss=loss, observed=metrics.observe(x, batch, clip, terms), states=x.states)
 
     # -- what the parts need ----------------------------------------------------------------------------------------
 

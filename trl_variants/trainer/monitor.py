@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trl_variants.data import Batch, Metric
+from trl_variants.metrics import Observed, of_step
 from trl_variants.recipe import Recipe
 
 __all__ = ["Monitor", "sampling_metrics"]
@@ -57,16 +58,20 @@ class Monitor:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self._observed: list[Observed] = []
         self._parts: dict[str, list[Metric]] = {}
 
-    def add(self, metrics: dict[str, Metric]) -> None:
-        """Take the metrics of one micro-batch."""
+    def add(self, observed: Observed, metrics: dict[str, Metric]) -> None:
+        """Take what one micro-batch has left, and further metrics of it."""
+        self._observed.append(observed)
         for name, metric in metrics.items():
             self._parts.setdefault(name, []).append(metric)
 
     def flush(self) -> dict[str, float]:
         """Join what was collected on all ranks, and start anew. NaN where nothing was counted."""
         parts, self._parts = self._parts, {}
+        observed, self._observed = self._observed, []
+        parts |= {name: [metric] for name, metric in of_step(observed).items()}
         return {
             **self._sums({name: p for name, p in parts.items() if p[0].reduce == "mean"}),
             **self._extremes({name: p for name, p in parts.items() if p[0].reduce != "mean"}),

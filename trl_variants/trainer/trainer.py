@@ -251,7 +251,7 @@ class VariantTrainer(GRPOTrainer):
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather(scored.aux_loss.detach()).mean().item())
-        self._monitors[mode].add(result.metrics | sampling_metrics(batch, self.recipe))
+        self._monitors[mode].add(result.observed, sampling_metrics(batch, self.recipe))
         if mode == "eval":
             self._log_metrics(mode, self._monitors[mode].flush())
         elif self.accelerator.sync_gradients:
