@@ -55,7 +55,8 @@ class ValueHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """(·, H) states to (·) values."""
         with torch.autocast(states.device.type, enabled=False):
-            return nn.functional.linear(states.float(), self.weight, self.bias)[..., 0]
+            # The sum of one number drops its dimension; FSDP wants no view.
+            return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
 class SeparateCritic(nn.Module):
@@ -209,6 +210,8 @@ def check_backbone(backbone: Any, vocabulary: int, where: str) -> int:
             for last in (0, 1)
         )
     backbone.train(training)
+    if first.device.type == "meta":  # the launcher loads weights on one rank only, and that one sees
+        return int(first.shape[-1])
     if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):
         raise VariantError(
             f"The critic would start from {where}, which reads later tokens too. A value must not know what follows: "
