@@ -70,6 +70,10 @@ def test_a_setting_of_the_critic_without_a_critic_is_refused(settings: dict[str,
             "lr_scheduler_type reduce_lr_on_plateau steps by a metric, and a critic has none. Use another.",
         ),
         (
+            {"optim": "schedule_free_adamw"},
+            "optim schedule_free_adamw cannot step a critic as well. Use optim: adamw_torch.",
+        ),
+        (
             {"variant_overrides": {"critic": "shared"}, "critic_model": "x"},
             "critic_model is set, and a shared critic is a head on the policy's backbone. Use variant_overrides: "
             "{critic: separate}, or leave critic_model out.",

@@ -173,8 +173,8 @@ def _check_critic(config: VariantConfig) -> None:
         )
     if config.torch_compile:
         raise VariantError("torch_compile is not supported with a critic in this release. Leave one of them out.")
-    if str(config.optim).rpartition(".")[2].lower().startswith("schedule_free"):
-        raise VariantError(f"optim {config.optim} cannot step a critic as well. Use optim: adamw_torch.")
+    if config.optim.value.startswith("schedule_free"):
+        raise VariantError(f"optim {config.optim.value} cannot step a critic as well. Use optim: adamw_torch.")
     if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise VariantError(
             f"lr_scheduler_type {config.lr_scheduler_type.value} steps by a metric, and a critic has none. Use another."

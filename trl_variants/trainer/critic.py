@@ -72,7 +72,7 @@ class Critic:
         # The head is a unit of its own: values are float32 under mixed precision too.
         parts = [self.model] if self.shared else [self.model.backbone, self.model.head]
         for part in parts:
-            shard(part, self._accelerator, full_precision=isinstance(part, ValueHead))
+            shard(part, self._accelerator)
         return parts, self.model
 
     # -- values -----------------------------------------------------------------------------------------------------
@@ -134,7 +134,9 @@ class Critic:
         reshard(self.model)
         cls, kwargs = trainer.get_optimizer_cls_and_kwargs(args, self.model)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or {"params", "model"} & set(kwargs):
-            raise VariantError(f"optim {args.optim} makes no second optimizer for the critic. Use optim: adamw_torch.")
+            raise VariantError(
+                f"optim {args.optim.value} makes no second optimizer for the critic. Use optim: adamw_torch."
+            )
         decayed = set(trainer.get_decay_parameter_names(self.model))
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         parts = [[(n, p) for n, p in named if n in decayed], [(n, p) for n, p in named if n not in decayed]]

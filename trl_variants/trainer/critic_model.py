@@ -202,6 +202,12 @@ def check_backbone(backbone: Any, vocabulary: int, where: str) -> int:
             f"The critic would start from {where}, which knows {rows} tokens; the policy's tokenizer has {vocabulary}."
         )
     device = backbone.get_input_embeddings().weight.device
+    if device.type == "meta":
+        raise VariantError(
+            f"The critic would start from {where}, whose weights are on one process only. Set "
+            "fsdp_cpu_ram_efficient_loading: false in the config of accelerate launch, or cpu_ram_efficient_loading in "
+            "fsdp_config."
+        )
     training = backbone.training
     backbone.eval()
     with torch.no_grad():
@@ -210,8 +216,6 @@ def check_backbone(backbone: Any, vocabulary: int, where: str) -> int:
             for last in (0, 1)
         )
     backbone.train(training)
-    if first.device.type == "meta":  # the launcher loads weights on one rank only, and that one sees
-        return int(first.shape[-1])
     if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):
         raise VariantError(
             f"The critic would start from {where}, which reads later tokens too. A value must not know what follows: "

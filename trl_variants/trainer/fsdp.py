@@ -10,28 +10,30 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 __all__ = ["gathered", "load_named_state", "named_state", "placed", "reshard", "shard"]
 
 
-def shard(module: nn.Module, accelerator: Any, *, full_precision: bool = False) -> nn.Module:
+def shard(module: nn.Module, accelerator: Any) -> nn.Module:
     """Shard a module in place over the ranks, by the settings for the policy.
 
-    Its layers are its own kind's: accelerate keeps those of the first model it meets, which a critic need not share.
+    Its layers are its own kind's: accelerate keeps those of the first model it meets, which a critic need not share. A
+    module that is no model of transformers stays out of mixed precision.
 
     Args:
-        module: The module, whole on every rank; where the launcher loads weights on one rank only, whole on that one.
+        module: The module, whole and equal on every rank.
         accelerator: The trainer's.
-        full_precision: Whether it stays out of mixed precision.
     """
     from accelerate.utils import fsdp2_prepare_model
 
     state = accelerator.state
     policys = state.fsdp_plugin
-    state.fsdp_plugin = copy.copy(policys)
-    state.fsdp_plugin.transformer_cls_names_to_wrap = None
-    if full_precision:
-        state.fsdp_plugin.mixed_precision_policy = None
+    state.fsdp_plugin = plugin = copy.copy(policys)
+    plugin.transformer_cls_names_to_wrap = None
+    if not isinstance(module, PreTrainedModel):
+        plugin.mixed_precision_policy = None
+        plugin.cpu_ram_efficient_loading = False  # which accelerate does for models of transformers only
     try:
         sharded: nn.Module = fsdp2_prepare_model(accelerator, module)
     finally:
