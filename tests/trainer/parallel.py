@@ -184,7 +184,7 @@ def launch(module: str, folder: Path) -> None:
         timeout=600,
         check=False,
     )
-    assert not done.returncode, done.stderr[-5000:]
+    assert not done.returncode, done.stderr[-20000:]
 
 
 def unshuffled() -> None:

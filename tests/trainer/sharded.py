@@ -16,13 +16,13 @@ from accelerate.utils import DistributedType
 
 from tests import tiny
 from tests.trainer import runs
-from trl_variants.trainer.fsdp import named_state
+from trl_variants.trainer.fsdp import named_state, reshard
 
 SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
 #: The same, with weights sent from the first process.
 LOADED_ONCE: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "cpu_ram_efficient_loading": True}}
-#: A separate and a shared critic, clipping, warm-up, an early stop, adapters.
-CASES = ("ppo", "ppo_shared", "warm_up", "target_kl", "ppo_lora", "ppo_shared_lora")
+#: A separate and a shared critic, clipping, warm-up, an early stop, adapters; no critic, and KL in the loss.
+CASES = ("stateful", "ppo", "ppo_shared", "warm_up", "target_kl", "ppo_lora", "ppo_shared_lora")
 #: Adam, a schedule and a warm-up; rollouts begin before steps 1 and 3.
 SAVED: dict[str, Any] = {
     "num_generations": 1,
@@ -73,6 +73,8 @@ def built(name: str, folder: Any, **settings: Any) -> runs.Watched:
 def state_of(trainer: runs.Watched) -> dict[str, Any]:
     """Everything that a checkpoint of the critic holds, and the policy."""
     critic = trainer.critic
+    for model in (trainer.model, critic.model):  # what a scoring forward has gathered is no copy to trust
+        reshard(model)
     return {
         "policy": runs.weights(trainer.model),
         "critic": {name: runs.whole(p) for name, p in critic.model.named_parameters()},
@@ -118,6 +120,15 @@ def best(folder: Path, rank: int) -> None:
     torch.save(state_of(trainer), folder / f"best-{rank}.pt")
 
 
+def mixed(folder: Path, rank: int) -> None:
+    """The values of a second step, computed in bfloat16 below the head."""
+    for kind in ("separate", "shared"):
+        trainer = built(kind, folder / "bf16", bf16=True, max_steps=2, save_strategy="no", **SHARDED)
+        trainer.train()
+        values, mask = trainer.spy.batches[-1][0].values, trainer.spy.batches[-1][0].mask
+        torch.save(values.detach()[mask], folder / f"bf16-{kind}-{rank}.pt")
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     parallel.unshuffled()
@@ -129,6 +140,7 @@ def main(folder: Path) -> None:
         torch.save(seen, folder / f"{name}-{rank}.pt")
     checkpoints(folder, rank)
     best(folder, rank)
+    mixed(folder, rank)
 
 
 if __name__ == "__main__":

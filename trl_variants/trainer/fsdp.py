@@ -16,7 +16,7 @@ __all__ = ["gathered", "load_named_state", "named_state", "placed", "reshard", "
 
 
 def shard(module: nn.Module, accelerator: Any) -> nn.Module:
-    """Shard a module in place over the ranks, by the settings for the policy.
+    """Shard a module in place over the ranks, layer by layer, by the settings for the policy.
 
     Its layers are its own kind's: accelerate keeps those of the first model it meets, which a critic need not share. A
     module that is no model of transformers stays out of mixed precision.

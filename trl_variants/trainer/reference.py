@@ -78,10 +78,9 @@ def _frozen_copy(trainer: Any, policy: nn.Module) -> nn.Module:
 def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(reference, trainer.accelerator)
-    if trainer.accelerator.is_fsdp2:
-        return shard(reference, trainer.accelerator)
     if trainer.is_fsdp_enabled:
-        return prepare_fsdp(reference, trainer.accelerator)
+        sharding = shard if trainer.accelerator.is_fsdp2 else prepare_fsdp
+        return sharding(reference, trainer.accelerator)
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
