@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, masked_sum, select
+from trl_variants.components.masked import bounded, masked_sum, select
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
 from trl_variants.variant import Variant
@@ -204,7 +204,7 @@ class Recipe:
         x = Workspace({**batch.tensors(), "kl_coef": self.kl_coef(kl_coef), "gather": gather}, states)
 
         log_ratio = x.call(self.importance_ratio)
-        x["log_ratio"] = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
+        x["log_ratio"] = bounded(log_ratio)
         weights = [weight.detach() for bound in self.token_weights if (weight := x.call(bound)) is not None]
         by_rule = "token_weights" in self.clip_rule.info.inputs
         if weights or by_rule:
