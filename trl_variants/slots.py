@@ -74,7 +74,7 @@ LEARNING_INPUTS: Mapping[str, str] = MappingProxyType(
         "rewards": "(B,) rewards of the completions",
         "scored": "(B,) bool, False where every reward function returned None",
         "totals": "Totals of the optimizer step that this micro-batch belongs to",
-        "gather": "a function that concatenates a tensor over all ranks along its first dimension",
+        "gather": "a function that concatenates a tensor over all ranks by rows; each rank may have another number",
         "step": "the number of the optimizer step, an int",
         "state": "a dict of the component's own, saved in checkpoints",
     }

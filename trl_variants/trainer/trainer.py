@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_variants.data import Batch
 from trl_variants.errors import VariantError
+from trl_variants.trainer.batch import gather_ragged
 from trl_variants.trainer.checkpoint import load_state, save_state, write_recipe
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
@@ -121,6 +123,7 @@ class VariantTrainer(GRPOTrainer):
         self._states: dict[str, dict[str, Any]] = {}
         self.resampler = Resampler(self) if self.recipe.variant.sampling == "resample" else None
         self._phase = LearningPhase(self)
+        self._gather = partial(gather_ragged, accelerator=self.accelerator)
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +245,7 @@ class VariantTrainer(GRPOTrainer):
         if mode == "train" and self.args.updates_per_rollout > 1:
             inputs["old_per_token_logps"] = batch.old_log_probs  # for the later epochs over this rollout
         result = self.recipe.loss(
-            batch, kl_coef=self.kl_coef, states=self._states, gather=self.accelerator.gather, critic_only=warming
+            batch, kl_coef=self.kl_coef, states=self._states, gather=self._gather, critic_only=warming
         )
         if mode == "train":
             self._states = dict(result.states)
