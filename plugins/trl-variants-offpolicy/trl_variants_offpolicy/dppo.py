@@ -58,7 +58,8 @@ def _trusted(
     log_ratio = log_probs.detach() - drawn_by
     low = (advantages < 0) & (log_ratio < 0) & (divergence > delta_low)
     high = (advantages > 0) & (log_ratio > 0) & (divergence > delta_high)
-    loss = -bounded_exp(log_ratio).clamp(max=ratio_max) * advantages * log_probs
+    ratio = bounded_exp(log_ratio).clamp(max=torch.inf if ratio_max is None else ratio_max)
+    loss = -ratio * advantages * log_probs
     return ClipResult(loss=select(loss, ~(low | high)), low=low, high=high)
 
 
@@ -128,7 +129,8 @@ def dppo_kl(
 ) -> ClipResult:
     """Mask by the KL of two coins, the sampled token or another: D = μ log(μ/π) + (1-μ) log((1-μ)/(1-π)).
 
-    μ = π_sampler(oₜ), π = π_θ(oₜ); otherwise `dppo_tv`. D is a lower bound of KL(π_sampler ‖ π_θ) over the vocabulary. 1 - π is held above 1e-8.
+    μ = π_sampler(oₜ), π = π_θ(oₜ); otherwise `dppo_tv`. D is a lower bound of KL(π_sampler ‖ π_θ) over the whole
+    vocabulary. 1 - π is held above 1e-8.
 
     Args:
         log_probs: (B, T) of the current policy, in nats.

@@ -71,11 +71,12 @@ def m2po(
 ) -> ClipResult:
     """Bound the second moment of the log-ratios: loss = -M r A, r = π_θ / π_sampler.
 
-    r is of the current policy over the one that drew the tokens. Counted are the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1. M masks those with the largest
-    (log r)² until the mean of the rest is at most τ; all other tokens are trained on with their full ratio. It is the
-    paper's algorithm 1, as in ms-swift; AReaL's is `second_moment_mask`. The authors' code clips at the threshold that
-    is found, which has the same gradient. Where there are no engine's log-probs, the old policy's stand in: then the
-    mask begins with the second update on a rollout.
+    r is of the current policy over the one that drew the tokens. Counted are the tokens that PPO could clip: A > 0
+    and r > 1, or A < 0 and r < 1. M masks those with the largest (log r)² until the mean of the rest is at most τ;
+    every other token is trained on with its full ratio. That is the paper's algorithm 1, as in ms-swift. The authors'
+    code clips instead, at the bound that brings the mean of the clipped squares down to τ; AReaL's rule is
+    `second_moment_mask`. Where there are no engine's log-probs, the old policy's stand in: then nothing is masked at
+    the first update on a rollout.
 
     The mean is over the micro-batch on all ranks, so the cut into micro-batches changes it.
 
@@ -95,7 +96,7 @@ def m2po(
         Zheng et al., Prosperity before Collapse, https://arxiv.org/abs/2510.01161, algorithm 1.
 
     Example:
-        >>> now = torch.tensor([[0.1, 0.2, 0.3]])
+        >>> now = torch.tensor([[0.1, 0.2, 0.4]])  # squares .01, .04, .16
         >>> m2po(now, torch.zeros(1, 3), torch.ones(1, 1), torch.ones(1, 3), lambda x: x).high
         tensor([[False, False,  True]])
     """
@@ -142,7 +143,7 @@ def second_moment_mask(
         Zheng et al., Prosperity before Collapse, https://arxiv.org/abs/2510.01161; AReaL's actor.
 
     Example:
-        >>> old, engine = torch.zeros(1, 3), torch.tensor([[0.1, 0.2, -0.3]])
+        >>> old, engine = torch.zeros(1, 3), torch.tensor([[0.1, 0.2, -0.4]])
         >>> second_moment_mask(old, torch.ones(1, 3), lambda x: x, engine)
         tensor([[1., 1., 0.]])
     """
