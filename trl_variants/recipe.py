@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, masked_sum, select
+from trl_variants.components.masked import bounded, masked_sum, select
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
 from trl_variants.variant import Variant
@@ -204,13 +204,15 @@ class Recipe:
         x = Workspace({**batch.tensors(), "kl_coef": self.kl_coef(kl_coef), "gather": gather}, states)
 
         log_ratio = x.call(self.importance_ratio)
-        x["log_ratio"] = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
-        weights = [x.call(weight).detach() for weight in self.token_weights]
-        x["token_weights"] = functools.reduce(torch.mul, weights) if weights else torch.ones_like(log_ratio[:, :1])
+        x["log_ratio"] = bounded(log_ratio)
+        weights = [weight.detach() for bound in self.token_weights if (weight := x.call(bound)) is not None]
+        by_rule = "token_weights" in self.clip_rule.info.inputs
+        if weights or by_rule:
+            x["token_weights"] = functools.reduce(torch.mul, weights, torch.ones_like(log_ratio[:, :1]))
 
         clip = x.call(self.clip_rule)
-        by_rule = not weights or "token_weights" in self.clip_rule.info.inputs
-        x["per_token_loss"] = (clip.loss if by_rule else clip.loss * x["token_weights"]).expand_as(batch.log_probs)
+        weighted = clip.loss * x["token_weights"] if weights and not by_rule else clip.loss
+        x["per_token_loss"] = weighted.expand_as(batch.log_probs)
         if self.kl and not self.kl.in_reward:
             x["kl"] = x.call(self.kl.estimator)
             x["per_token_loss"] = x.call(self.kl.placement)
@@ -226,7 +228,7 @@ class Recipe:
             loss = loss + term.parameters["coef"] * share
 
         with torch.no_grad():
-            finite = (loss + batch.sum_of_all(log_ratio)).isfinite()
+            finite = batch.sum_of_all(loss, log_ratio).isfinite()
         if not finite:
             x.require_finite()
             if not loss.isfinite():
