@@ -202,7 +202,7 @@ def test_the_off_policy_mask_equals_a_loop(table: dict, data: st.DataObject) -> 
 def test_where_the_engine_gives_no_log_probs_corrections_are_1() -> None:
     old, mask = double([[-1.0, -2.0]]), torch.ones(1, 2)
     for weight in (geometric_correction, rejection):
-        close(weight(old, mask), [[1.0]])
+        assert weight(old, mask) is None
     batch = make_batch(advantages=[1.0], log_probs=[[-1.0, -2.0]])
     plain = resolve("grpo", {"kl": None, "token_weight": None}, REGISTRY).loss(batch).loss
     for variant in ("icepop", "geo_is_grpo", "geo_rs_grpo", "k3_rs_grpo", "opsm_grpo", "decoupled_grpo"):

@@ -54,13 +54,12 @@ def geometric_correction(
     mode: Literal["truncate", "mask"] = "truncate",
     clip_max: float | None = 1.2,
     clip_min: float | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Weigh a sequence by the geometric mean of its tokens' ratios: w = exp(mean of log π_old - log π_sampler).
 
     The product of the ratios, `rollout_correction`'s sequence modes, grows with length; their geometric mean does
     not, and stays near 1. Outside [clip_min, clip_max] it is clipped (``truncate``) or set to 0 (``mask``). Compared
-    are the trainer's policy at the rollout and the engine's, never the current policy. Without an engine's log-probs,
-    1.
+    are the trainer's policy at the rollout and the engine's, never the current policy.
 
     ROLL weighs by it under the name ``geometric`` (bound 1.2), AReaL at ``level: sequence`` with ``agg: mean``. What
     ms-swift calls ``sequence_truncate`` is this; its ``sequence_mask`` judges by this and weighs by the token's ratio.
@@ -74,7 +73,7 @@ def geometric_correction(
         clip_min: Lower bound, or None.
 
     Returns:
-        (B, 1).
+        (B, 1); None, for 1, where the engine returns no log-probs.
 
     References:
         Liu, Li et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse, 2025.
@@ -85,7 +84,7 @@ def geometric_correction(
         tensor([[1.1052]])
     """
     if sampling_log_probs is None:
-        return torch.ones_like(old_log_probs[:, :1])
+        return None
     weight = bounded_exp(masked_mean(_log_ratio(old_log_probs, sampling_log_probs, mask), mask, dim=1)[:, None])
     if mode == "truncate":
         return weight.clamp(clip_min, clip_max)
@@ -119,7 +118,7 @@ def rejection(
     level: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "seq_mean",
     upper: float = 0.01,
     lower: float | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Reject tokens or sequences on which trainer and engine disagree: w = 1 where lower <= k <= upper, else 0.
 
     With r = π_old / π_sampler, the trainer's policy at the rollout over the engine's,
@@ -132,7 +131,7 @@ def rejection(
     AReaL's k1 is log r, of the other sign: its bounds change places and signs.
 
     What is rejected has the weight 0 and stays in the denominator of the loss, as in AReaL; verl takes it out. To
-    weigh what is left as well, list `rollout_correction` beside. Without an engine's log-probs, 1.
+    weigh what is left as well, list `rollout_correction` beside.
 
     Args:
         old_log_probs: (B, T) of the trainer's policy at the rollout, in nats.
@@ -144,7 +143,7 @@ def rejection(
         lower: Least k1 that is kept, in nats, or None. Of k1 alone.
 
     Returns:
-        (B, T) for ``token``, else (B, 1).
+        (B, T) for ``token``, else (B, 1); 1 or 0. None, for 1, where the engine returns no log-probs.
 
     References:
         Liu, Li et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse, 2025; Li et al., Trust Region
@@ -156,7 +155,7 @@ def rejection(
         tensor([[0., 1.]])
     """
     if sampling_log_probs is None:
-        return torch.ones_like(old_log_probs[:, :1])
+        return None
     log_ratio = _log_ratio(old_log_probs, sampling_log_probs, mask)
     if estimator == "k1":
         k = -log_ratio

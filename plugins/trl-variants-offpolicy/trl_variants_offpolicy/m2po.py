@@ -122,12 +122,12 @@ def second_moment_mask(
     sampling_log_probs: Tensor | None = None,
     *,
     threshold: float = 0.04,
-) -> Tensor:
+) -> Tensor | None:
     """AReaL's M2PO, beside any clip rule: mask tokens until the mean of (log π_old - log π_sampler)² is at most τ.
 
     It compares the proximal policy (the trainer's at the rollout) and the behaviour policy, never the current one, and
     counts every token. AReaL keeps the last token whatever its square; here, as in the paper, nothing need be left.
-    What is masked stays in the denominator. Without an engine's log-probs, 1.
+    What is masked stays in the denominator.
 
     Args:
         old_log_probs: (B, T) of the trainer's policy at the rollout, in nats.
@@ -137,7 +137,7 @@ def second_moment_mask(
         threshold: τ, in squared nats; AReaL's ``m2_threshold``.
 
     Returns:
-        (B, T), 1 or 0; (B, 1) ones where there is no engine.
+        (B, T), 1 or 0; None, for 1, where the engine returns no log-probs.
 
     References:
         Zheng et al., Prosperity before Collapse, https://arxiv.org/abs/2510.01161; AReaL's actor.
@@ -148,7 +148,7 @@ def second_moment_mask(
         tensor([[1., 1., 0.]])
     """
     if sampling_log_probs is None:
-        return torch.ones_like(old_log_probs[:, :1])
+        return None
     difference = old_log_probs.detach() - behaviour(old_log_probs, sampling_log_probs)
     squares = select(difference, mask).clamp(-20, 20).square()
     return (~_outliers(squares, mask.bool(), threshold, gather)).to(old_log_probs.dtype)
