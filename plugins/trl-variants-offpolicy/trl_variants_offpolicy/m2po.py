@@ -102,7 +102,7 @@ def m2po(
     """
     log_ratio = log_probs - behaviour(old_log_probs, sampling_log_probs)
     fixed = select(log_ratio.detach(), mask).clamp(-20, 20)
-    counted = mask.bool() & (fixed * advantages > 0)
+    counted = fixed * advantages > 0  # nowhere that the mask is False: there it is 0
     masked = _outliers(fixed.square(), counted, threshold, gather)
     loss = select(-bounded_exp(log_ratio) * advantages, ~masked)
     return ClipResult(loss=loss, low=masked & (advantages < 0), high=masked & (advantages > 0))
