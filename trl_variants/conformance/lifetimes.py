@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trl_variants.binding import States
 from trl_variants.conformance.inputs import Case
+from trl_variants.conformance.ranks import on_ranks
 from trl_variants.conformance.running import Outcome, Subject, gradients_of, leaves_of, micro_batch, numbers_of, outcome
 from trl_variants.data import Batch, Rollout
 from trl_variants.recipe import LossResult, Recipe
@@ -38,45 +39,16 @@ def ranks_change_nothing(subject: Subject) -> bool | str:
 
 
 def _on_ranks(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]]) -> Outcome:
-    """The outcome of a step whose rows are spread over ranks, each a thread that meets the others where it gathers."""
-    leaves, meeting = leaves_of(given), _Meeting(len(cut))
-    results: dict[int, LossResult] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            batch = Batch(**micro_batch({**given, **leaves}, cut[rank], len(cut)))
-            results[rank] = recipe.loss(batch, gather=lambda tensor: meeting.gather(rank, tensor))
-        except threading.BrokenBarrierError:
-            pass  # another rank has failed
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(cut))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    loss = sum((results[rank].loss for rank in results), torch.zeros((), dtype=torch.float64))
+    """The outcome of a step whose rows are spread over ranks."""
+    leaves = leaves_of(given)
+    parts = [Batch(**micro_batch({**given, **leaves}, rows, len(cut))) for rows in cut]
+    results = on_ranks([partial(_loss, recipe, part) for part in parts])
+    loss = sum((result.loss for result in results), torch.zeros((), dtype=torch.float64))
     return {"loss": loss.detach(), **gradients_of(loss, leaves), **numbers_of(results[0].states)}
 
 
-class _Meeting:
-    """Where ranks exchange tensors; each must come as often as the others."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=60)
-        self._table: list[Tensor | None] = [None] * ranks
-
-    def gather(self, rank: int, tensor: Tensor) -> Tensor:
-        self._table[rank] = tensor.detach()
-        self.barrier.wait()
-        whole = torch.cat([part for part in self._table if part is not None])
-        self.barrier.wait()  # before anyone writes again
-        return whole
+def _loss(recipe: Recipe, batch: Batch, gather: Callable[[Tensor], Tensor]) -> LossResult:
+    return recipe.loss(batch, gather=gather)
 
 
 def state_survives_a_checkpoint(subject: Subject) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from trl_variants_offpolicy.m2po import m2po, second_moment_mask
 
 from tests.components.common import checked, close, double, tables
 from trl_variants import load_registry, resolve
-from trl_variants.testing import make_batch
+from trl_variants.testing import make_batch, on_ranks
 
 REGISTRY = load_registry("none", extra=["trl_variants_offpolicy"])
 
@@ -113,36 +112,6 @@ def test_areals_mask_counts_every_token_of_old_and_sampler(table: dict, threshol
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
-
-
-def on_ranks(calls: list[Callable[[Callable[[Tensor], Tensor]], Any]]) -> list[Any]:
-    """Run one call per rank; ``gather`` concatenates what the ranks bring, and they must bring equal shapes."""
-    barrier, brought, out = threading.Barrier(len(calls)), [None] * len(calls), [None] * len(calls)
-
-    def rank(i: int) -> None:
-        def gather(tensor: Tensor) -> Tensor:
-            brought[i] = tensor
-            barrier.wait(timeout=30)
-            whole = list(brought)
-            barrier.wait(timeout=30)
-            assert len({t.shape for t in whole}) == 1, "an all-gather needs equal shapes"
-            return torch.cat(whole)
-
-        try:
-            out[i] = calls[i](gather)
-        except BaseException as error:
-            out[i] = error
-            barrier.abort()
-
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in out:
-        if isinstance(result, BaseException):
-            raise result
-    return out
 
 
 def test_the_moment_is_that_of_all_ranks_whatever_their_widths() -> None:

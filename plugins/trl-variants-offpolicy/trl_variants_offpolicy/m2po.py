@@ -28,21 +28,12 @@ def _positive(p: object) -> bool | str:
     return threshold > 0 or f"threshold ({threshold}) must be above 0"
 
 
-def _everywhere(values: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """The values of all ranks, (n,); ranks may have different numbers of them."""
-    counts = gather(torch.tensor([len(values)], device=values.device))
-    row = values.new_zeros(1, max(int(counts.max()), 1))
-    row[0, : len(values)] = values
-    table = gather(row)
-    return table[torch.arange(table.shape[1], device=values.device) < counts[:, None]]
-
-
 def _outliers(squares: Tensor, counted: Tensor, threshold: float, gather: Callable[[Tensor], Tensor]) -> Tensor:
     """Which counted values must go, largest first, for the mean of the rest to be at most ``threshold``.
 
     Equal values stay or go together, so that the order of rows decides nothing.
     """
-    ascending = _everywhere(squares[counted], gather).sort().values
+    ascending = gather(squares[counted]).sort().values
     # The mean of the n least grows with n.
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
     kept = int((means <= threshold).sum())
