@@ -222,6 +222,23 @@ def test_a_declaration_of_batch_statistic_lifts_the_cut_only() -> None:
     assert "masked_junk_changes_nothing" in held
 
 
+def test_on_policy_the_engine_is_the_policy_too() -> None:
+    @component
+    def by_the_sampler(log_probs: Tensor, advantages: Tensor, sampling_log_probs: Tensor) -> ClipResult:
+        ratio = (log_probs.detach() - sampling_log_probs).clamp(-20, 20).exp()
+        return ClipResult(loss=-ratio * advantages * log_probs, high=(ratio > 1) & (advantages > 0))
+
+    assert "the_gradient_on_policy_is_minus_the_advantage" in check_component("clip_rule", by_the_sampler)
+
+
+def test_a_rule_that_gathers_can_be_resolved() -> None:
+    @component(batch_statistic=True)
+    def above_average(log_ratio: Tensor, advantages: Tensor, gather: Callable[[Tensor], Tensor]) -> ClipResult:
+        return ClipResult(loss=-log_ratio.exp() * advantages / gather(torch.ones(1)).mean())
+
+    assert check_component("clip_rule", above_average, excepted={"extremes_are_finite"})
+
+
 def test_a_variant_that_breaks_a_property_is_named() -> None:
     variant = Variant(name="wrong", extends="dr_grpo", loss_aggregator=mean_over_the_micro_batch)
     with pytest.raises(NonConformance, match="^variant 'wrong': the rows cut into"):

@@ -200,7 +200,13 @@ def needs(recipe: Recipe) -> list[str]:
         said.append("Rows that the filter drops are masked, not replaced by new ones (sampling: mask).")
     for bound in recipe.components:
         if "sampling_log_probs" in bound.info.optional_inputs:
-            said.append(f"{bound.name} acts only where the generation engine returns log-probs, as vLLM does.")
+            if {"log_probs", "old_log_probs"} <= set(bound.info.inputs):
+                said.append(
+                    f"{bound.name} compares the policy with the generation engine's where it returns log-probs, as "
+                    "vLLM does; elsewhere with the policy at the rollout."
+                )
+            else:
+                said.append(f"{bound.name} acts only where the generation engine returns log-probs, as vLLM does.")
         if bound.info.batch_statistic:
             said.append(f"{bound.name} depends on how a step is cut into micro-batches.")
     return said

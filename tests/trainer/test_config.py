@@ -37,7 +37,11 @@ OWNED: dict[str, tuple[Any, str]] = {
     "vllm_importance_sampling_cap": (2.0, "token_weight: {clip_max: ...}"),
 }
 PLUGIN = " (with a component that does this, from a plugin)"
-OWNED |= {name: (0.5, f"token_weight: ...{PLUGIN}") for name in ("top_entropy_quantile", "off_policy_mask_threshold")}
+OWNED["top_entropy_quantile"] = (0.5, f"token_weight: ...{PLUGIN}")
+OWNED["off_policy_mask_threshold"] = (
+    0.5,
+    "token_weight: [{name: off_policy_mask, threshold: ...}, rollout_correction]",
+)
 OWNED |= {
     name: (1.0, f"clip_rule: ...{PLUGIN}")
     for name in (
@@ -65,8 +69,9 @@ def refused(folder: Any, *args: Any, **settings: Any) -> str:
 @pytest.mark.parametrize("name", OWNED)
 def test_a_setting_that_the_variant_decides_is_refused_with_the_override_to_use(name: str, tmp_path: Any) -> None:
     value, override = OWNED[name]
+    home = " off_policy_mask is in the plugin trl-variants-offpolicy." if "off_policy_mask" in override else ""
     assert refused(tmp_path, **{name: value}) == (
-        f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
+        f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}.{home}"
     )
 
 

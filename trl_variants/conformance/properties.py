@@ -105,7 +105,7 @@ def the_gradient_on_policy_is_minus_the_advantage(subject: Subject) -> bool:
     reference = replace(on_policy, clip_rule=plain)
     for case, per_token in itertools.product(subject.cases(), (False, True)):
         given = case.batch(per_token)
-        given["old_log_probs"] = given["log_probs"]
+        given["old_log_probs"] = given["sampling_log_probs"] = given["log_probs"]  # current, old and sampler are one
         got, want = outcome(on_policy, given), outcome(reference, given)
         clipped = {n: float(v) for n, v in got.items() if n.startswith("metric clip_ratio") and abs(float(v)) > 0}
         if clipped:
