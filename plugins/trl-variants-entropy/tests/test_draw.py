@@ -8,8 +8,8 @@ import pytest
 import torch
 import trl_variants_entropy
 from torch import Tensor
-from trl_variants_entropy.choice import everywhere, least, token_keys
-from trl_variants_entropy.covariance import clip_cov, kl_cov
+from trl_variants_entropy.choice import _mixed, everywhere, least, token_keys
+from trl_variants_entropy.covariance import _largest, clip_cov, kl_cov
 
 from trl_variants import resolve
 from trl_variants.data import Batch, ClipResult, Totals
@@ -158,3 +158,24 @@ def test_least_and_everywhere_by_hand() -> None:
     assert least(keys, among, 99, alone).tolist() == among.tolist()
     assert not least(keys, among, 0, alone).any() and not least(keys, among & False, 2, alone).any()
     assert everywhere(torch.tensor([], dtype=torch.float64), alone).shape == (0,)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The first numbers that the generator's reference gives for the seed 1234567; its state grows by 2⁶⁴/φ."""
+    states = [1234567 + i * 0x9E3779B97F4A7C15 for i in range(5)]
+    want = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert _mixed(torch.tensor([signed(state) for state in states])).tolist() == [signed(number) for number in want]
+
+
+def signed(number: int) -> int:
+    """A 64-bit number as int64 holds it."""
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
+
+
+def test_the_largest_come_first_and_keys_decide_among_equal_ones_only() -> None:
+    covariance, among = torch.tensor([[1.0, 3.0, 1.0, 1.0, 9.0]]), torch.tensor([[1, 1, 1, 1, 0]]).bool()
+    keys = torch.tensor([[5, 7, 2, 9, 0]])
+    found = [_largest(covariance, keys, among, number, alone).long().tolist() for number in range(5)]
+    assert found[:4] == [[[0, 0, 0, 0, 0]], [[0, 1, 0, 0, 0]], [[0, 1, 1, 0, 0]], [[1, 1, 1, 0, 0]]]
+    assert found[4] == [[1, 1, 1, 1, 0]]

@@ -65,6 +65,15 @@ def test_the_threshold_is_torchs_quantile_in_float32(count: int, share: float) -
     assert torch.equal(got.bool(), want)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_neighbours_in_float32_fall_as_torchs_quantile_rounds(share: float) -> None:
+    one = torch.tensor(1.0)
+    entropies = torch.stack([one, torch.nextafter(one, torch.tensor(2.0))])[None]
+    want = entropies >= torch.quantile(entropies, 1 - share)
+    got = high_entropy_mask(entropies, torch.ones(1, 2), alone, top_entropy_quantile=share)
+    assert torch.equal(got.bool(), want)
+
+
 def test_the_quantile_is_over_all_ranks_which_hold_different_numbers_of_tokens(together: Any) -> None:
     rows = [(double(ENTROPIES[:1]), torch.tensor(MASK[:1])), (double([[0.6, 0.2]]), torch.tensor([[1, 1]]))]
     first, second = together([lambda g, e=e, m=m: high_entropy_mask(e, m, g) for e, m in rows])
