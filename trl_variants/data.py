@@ -291,10 +291,9 @@ class Batch(_Tensors):
         A sum is one pass, a test of every element several. It may overflow, or meet junk, though all that counts is
         finite.
         """
-        # What is clean was checked as a rollout already, but for what a forward makes; and of that, log-probs show in
-        # the ratio and values in the loss.
-        names = ("entropies",) if self.clean else FINITE
-        given = (*(getattr(self, name) for name in names), *more)
+        # What is clean was checked as a rollout already, but for what a forward makes; and that shows in the ratio, and
+        # in the loss where a component uses it.
+        given = (*(getattr(self, name) for name in (() if self.clean else FINITE)), *more)
         total: Tensor = functools.reduce(torch.add, (value.sum() for value in given if value is not None))
         return total
 
