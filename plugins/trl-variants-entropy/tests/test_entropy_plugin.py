@@ -32,7 +32,7 @@ ACTIVE = [
     ("clip_rule", "clip_cov", {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0, "clip_cov_ratio": 0.4}),
     ("clip_rule", "clip_cov", {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0, "epsilon_low": 0.2, "epsilon_high": 0.2}),
     ("clip_rule", "kl_cov", {"kl_cov_ratio": 0.4}),
-    ("clip_rule", "kl_cov", {"kl_cov_ratio": 1.0, "penalty": "k3"}),
+    ("clip_rule", "kl_cov", {"kl_cov_ratio": 0.3, "penalty": "k3"}),
     ("token_weight", "high_entropy_mask", {"top_entropy_quantile": 0.0}),
     ("token_weight", "high_entropy_mask", {"top_entropy_quantile": 0.6}),
 ]
