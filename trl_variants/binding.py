@@ -41,6 +41,11 @@ class Bound:
         """Where this component's state is kept."""
         return f"{self.slot}.{self.info.name}"
 
+    @property
+    def min_generations(self) -> int:
+        """Least completions per prompt, with these parameters."""
+        return self.info.least_generations(self.parameters)
+
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.name}({arguments})" if arguments else self.name

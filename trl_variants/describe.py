@@ -175,7 +175,7 @@ def _readers(recipe: Recipe, inputs: Iterable[str]) -> str:
 def needs(recipe: Recipe) -> list[str]:
     """Return what the recipe asks of the run, and what it refuses, in sentences."""
     variant, least = recipe.variant, recipe.min_generations
-    demanding = ", ".join(b.name for b in recipe.components if b.info.min_generations == least)
+    demanding = ", ".join(b.name for b in recipe.components if b.min_generations == least)
     said = [
         f"At least {least} completions per prompt (num_generations), for {demanding}."
         if least > 1
