@@ -192,6 +192,9 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"At most {steps} per rollout; more is refused.")
     if recipe.needs_rollout_log_probs:
         said.append("Scores every rollout once more before learning, for its log-probs.")
+    if recipe.needs("greedy_rewards"):
+        readers = _readers(recipe, ("greedy_rewards",))
+        said.append(f"Generates and scores one greedy completion of each distinct prompt besides, for {readers}.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
     if variant.sampling == "resample":

@@ -45,7 +45,7 @@ def test_a_config_says_of_its_variant_what_the_variant_says(name: str) -> None:
     overridden.check_generations(config["num_generations"])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "remax"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_config_trains_its_variant(name: str, tmp_path: Path) -> None:
     log = train_config(CONFIGS / f"{name}.yaml", tmp_path, plugins=["trl_variants_baselines"], **SIZES.get(name, {}))
     assert len(log) == 3
