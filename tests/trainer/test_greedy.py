@@ -15,7 +15,8 @@ from tests import tiny
 from tests.trainer import runs
 from trl_variants import KL, Variant, VariantError, component
 from trl_variants.testing import make_rollout
-from trl_variants.trainer.greedy import _aside
+from trl_variants.trainer.greedy import _aside, _key
+from trl_variants.trainer.rows import join
 
 
 @component
@@ -225,9 +226,24 @@ def test_completions_and_logs_are_those_of_a_run_without(sampling: dict[str, Any
     for name in ("prompt", "completion"):
         assert list(with_greedy._logs[name]) == list(without._logs[name])
     assert with_greedy._logs["rewards"] == without._logs["rewards"]
-    assert with_greedy._logs["extra"] == without._logs["extra"]
+    assert with_greedy._logs["extra"] == without._logs["extra"] and not with_greedy._pending_extra_logs
     assert with_greedy.generation_config.do_sample and with_greedy.num_generations == 4
     assert with_greedy.state.num_input_tokens_seen == without.state.num_input_tokens_seen
+
+
+def test_rewards_that_write_into_their_columns_find_them_whole(tmp_path: Any) -> None:
+    dataset = tiny.dataset(8)
+    dataset = dataset.add_column("tags", [[n, n + 1] for n in range(8)])
+    found: list[list[int]] = []
+
+    def emptying(completion_ids: list[list[int]], tags: list[list[int]], **_: Any) -> list[float]:
+        found.append([len(tag) for tag in tags])
+        for tag in tags:
+            tag.clear()
+        return tiny.low_words(completion_ids)
+
+    trained(tmp_path, rewards=emptying, options={"train_dataset": dataset}, max_steps=1)
+    assert found == [[2] * 8, [2] * 2]
 
 
 def test_what_generation_was_set_to_comes_back_after_an_error(tmp_path: Any) -> None:
@@ -376,6 +392,20 @@ def test_an_engine_is_asked_for_the_likeliest_token_and_then_for_what_it_was() -
     assert (trainer.num_generations, trainer.num_generations_eval) == (4, 2)
     assert trainer._metrics == {"train": {"reward": [1.0]}}
     assert trainer._rewards_per_func.shape == (8, 1) and trainer.state.num_input_tokens_seen == 5
+
+
+def test_rows_are_told_apart_by_all_that_they_hold() -> None:
+    zeros, other = torch.zeros(5000), torch.zeros(5000)
+    other[2500] = 1.0  # in the middle, which a tensor's repr leaves out
+    assert _key({"prompt": "a", "x": zeros}) == _key({"prompt": "a", "x": torch.zeros(5000)})
+    assert _key({"prompt": "a", "x": zeros}) != _key({"prompt": "a", "x": other})
+    assert _key({"prompt": "a", "x": {None: 1, "b": object}}) != _key({"prompt": "a", "x": {None: 2, "b": object}})
+
+
+def test_groups_carried_from_a_run_without_baselines_are_unscored() -> None:
+    shared = {"completion_ids": torch.ones(2, 3), "completion_mask": torch.ones(2, 3)}
+    rows = join([shared, {**shared, "greedy_rewards": torch.tensor([0.5, 0.25])}], pad_id=0)
+    assert rows["greedy_rewards"].isnan().tolist() == [True, True, False, False]
 
 
 def test_a_baseline_that_is_not_finite_is_an_error() -> None:

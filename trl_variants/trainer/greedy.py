@@ -91,8 +91,8 @@ class GreedyPass:
 
 
 def _key(value: Any) -> str:
-    """A text that is equal for equal prompts or rows; what JSON cannot hold stands by its representation."""
-    return json.dumps(value, sort_keys=True, default=repr)
+    """A text that is equal for equal prompts or rows; of what JSON cannot hold, arrays in full and else its repr."""
+    return json.dumps(value, default=lambda item: item.tolist() if hasattr(item, "tolist") else repr(item))
 
 
 @contextmanager

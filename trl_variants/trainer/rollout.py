@@ -152,14 +152,14 @@ def build_rollout(trainer: Any, output: dict[str, Any], generations: int) -> Rol
             ("sampling_log_probs", "sampling_per_token_logps"),
             ("values", "old_values"),
             ("final_values", "final_values"),
-            ("greedy_rewards", "greedy_rewards"),
         )
         if key in output
     }
     scored = ~rewards_per_func.isnan().all(1)
-    if "greedy_rewards" in tensors:
+    if trainer.recipe.needs("greedy_rewards"):
         # Without a baseline a completion has nothing to be compared with: a baseline of 0 in its place would be another
         # estimator for these prompts, of another scale.
+        tensors["greedy_rewards"] = gather(output["greedy_rewards"])
         scored = scored & ~tensors["greedy_rewards"].isnan()
     return Rollout(
         rewards=(rewards_per_func * weights).nansum(1),
