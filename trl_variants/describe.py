@@ -48,7 +48,7 @@ def slots_of(recipe: Recipe) -> dict[str, tuple[Bound, ...]]:
     """The components of every slot, by the slot's name, in the order of `SLOTS`; the KL slots are empty without KL."""
     filled: dict[str, tuple[Bound, ...]] = {slot: () for slot in SLOTS}
     for bound in recipe.components:
-        filled[bound.slot] += (bound,)
+        filled[bound.slot] += () if bound.place else (bound,)
     return filled
 
 
@@ -100,6 +100,7 @@ def _component_dict(bound: Bound) -> dict[str, Any]:
         "distribution": bound.owner.distribution,
         "version": bound.owner.version or None,
         "paper": bound.info.paper,
+        **({"parts": [[_component_dict(inner) for inner in part] for part in bound.parts]} if bound.parts else {}),
     }
 
 
@@ -197,6 +198,9 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"Generates and scores one greedy completion of each distinct prompt besides, for {readers}.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
+    if recipe.needs("greedy_rewards"):
+        readers = _readers(recipe, ("greedy_rewards",))
+        said.append(f"A greedy completion of every prompt, generated and rewarded besides, for {readers}.")
     if variant.sampling == "resample":
         said.append("Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample).")
     elif recipe.sample_filters:

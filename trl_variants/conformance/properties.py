@@ -14,7 +14,7 @@ from torch import Tensor
 from trl_variants.binding import Bound, States
 from trl_variants.conformance.inputs import FLOATS, Case, pick
 from trl_variants.conformance.running import Subject, bare, joined, outcome, watched
-from trl_variants.data import Batch, ClipResult, Rollout
+from trl_variants.data import Advantages, Batch, ClipResult, Rollout
 
 __all__ = ["PROPERTIES"]
 
@@ -213,6 +213,10 @@ def inputs_and_states_are_left_alone(subject: Subject) -> bool:
 def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor):
         return isinstance(new, Tensor) and torch.equal(old.nan_to_num(), new.detach().nan_to_num())
+    if isinstance(old, Advantages):
+        return _equal(vars(old), vars(new))
+    if isinstance(old, list):
+        return isinstance(new, list) and len(old) == len(new) and all(map(_equal, old, new))
     if isinstance(old, dict):
         return isinstance(new, dict) and old.keys() == new.keys() and all(_equal(old[k], new[k]) for k in old)
     return callable(old) or bool(old == new)

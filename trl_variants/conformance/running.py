@@ -65,8 +65,11 @@ class Subject:
                 yield fewer
 
     def bare_inputs(self, case: Case) -> Iterator[tuple[Bound, dict[str, Any]]]:
-        """The component and what its bare function takes, if it reads a mask: advantages in both shapes."""
-        if self.bound is None or "mask" not in self.bound.info.inputs:
+        """The component and what its bare function takes, if it reads a mask: advantages in both shapes.
+
+        Not one that is made of parts, whose outputs are clean before it sees them.
+        """
+        if self.bound is None or "mask" not in self.bound.info.inputs or self.bound.parts:
             return
         bound, every = self.bound, case.inputs(self.bound.slot)
         found = [every]
@@ -172,7 +175,7 @@ def watched(recipe: Recipe, watch: Callable[[Bound, tuple[Any, ...], Callable[[]
         def through(*arguments: Any, **parameters: Any) -> Any:
             return watch(value, arguments, lambda: function(*arguments, **parameters))
 
-        return replace(value, info=replace(value.info, function=through))
+        return replace(value, info=replace(value.info, function=through), parts=walk(value.parts))
 
     return replace(recipe, **{f.name: walk(getattr(recipe, f.name)) for f in fields(recipe)})
 

@@ -252,7 +252,9 @@ class VariantTrainer(GRPOTrainer):
         )
         if mode == "train":
             self._states = dict(result.states)
-        loss = result.loss * self.accelerator.num_processes  # DDP averages gradients; the shares are to be summed
+        loss = result.loss
+        if self.accelerator.num_processes > 1:  # DDP averages gradients; the shares are to be summed
+            loss = loss * self.accelerator.num_processes
         if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
