@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from tests import tiny
-from tests.trainer.test_greedy import GREEDY, RESAMPLED, Greedy, greedy_tokens
+from tests.trainer.greedy_runs import GREEDY, RESAMPLED, Greedy, greedy_tokens
 
 ROOT = Path(__file__).parents[2]
 A, B, C, D, E = tiny.dataset(5)["prompt"]

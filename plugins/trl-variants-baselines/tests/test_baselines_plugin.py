@@ -11,7 +11,7 @@ import trl_variants_baselines
 import yaml
 from baselines_common import recipe
 
-from trl_variants import Variant
+from trl_variants import Variant, VariantError
 from trl_variants.testing import check_plugin, train_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -58,3 +58,46 @@ def test_every_variant_says_what_it_is() -> None:
         assert variant.summary and variant.extends
         whole = recipe(variant.name)
         assert whole.advantage_estimator.info.formula
+
+
+@pytest.mark.parametrize(
+    ("variant", "overrides", "message"),
+    [
+        ("maxrl", {"eps": -1.0}, "advantage_estimator 'maxrl': eps must not be negative."),
+        (
+            "pass_at_k",
+            {"k": 0},
+            "advantage_estimator 'pass_at_k': k must be at least 1 and eps must not be negative.",
+        ),
+        (
+            "gpg",
+            {"counted": "all"},
+            "advantage_estimator 'gpg': counted must be one of 'varied', 'nonzero', not 'all'.",
+        ),
+        ("remax", {"gamma": 1.5}, "advantage_estimator 'remax': gamma must be between 0 and 1."),
+        ("reinforce_ema", {"decay": 1.0}, "advantage_estimator 'ema_baseline': decay must be at least 0 and below 1."),
+        (
+            "reinforce_running",
+            {"start": 0.5, "include_current": True},
+            "advantage_estimator 'running_baseline': start has no effect with include_current: the first rollout has a "
+            "mean of its own.",
+        ),
+        (
+            "vapo",
+            {"alpha": 0.0},
+            "advantage_estimator 'length_adaptive_gae': alpha must be above 0, gamma and lam_returns between 0 and 1.",
+        ),
+    ],
+)
+def test_parameters_out_of_range_are_refused(variant: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(VariantError) as error:
+        recipe(variant, advantage_estimator=overrides)
+    assert str(error.value) == message
+
+
+def test_a_correction_other_than_0_and_1_is_refused() -> None:
+    with pytest.raises(VariantError) as error:
+        recipe("loo_grpo", advantage_normalizer={"correction": 2})
+    assert str(error.value) == (
+        "advantage_normalizer 'leave_one_out_std': correction must be 0 (population) or 1 (sample)."
+    )
