@@ -71,6 +71,11 @@ class Bound:
         """The parameters that the function takes: those of the slot are not among them."""
         return {name: self.parameters[name] for name in self.info.parameters}
 
+    @property
+    def min_generations(self) -> int:
+        """Least completions per prompt, with these parameters."""
+        return self.info.least_generations(self.parameters)
+
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.name}({arguments})" if arguments else self.name

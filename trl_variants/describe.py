@@ -176,7 +176,7 @@ def _readers(recipe: Recipe, inputs: Iterable[str]) -> str:
 def needs(recipe: Recipe) -> list[str]:
     """Return what the recipe asks of the run, and what it refuses, in sentences."""
     variant, least = recipe.variant, recipe.min_generations
-    demanding = ", ".join(b.name for b in recipe.components if b.info.min_generations == least)
+    demanding = ", ".join(b.name for b in recipe.components if b.min_generations == least)
     said = [
         f"At least {least} completions per prompt (num_generations), for {demanding}."
         if least > 1
@@ -193,6 +193,9 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"At most {steps} per rollout; more is refused.")
     if recipe.needs_rollout_log_probs:
         said.append("Scores every rollout once more before learning, for its log-probs.")
+    if recipe.needs("greedy_rewards"):
+        readers = _readers(recipe, ("greedy_rewards",))
+        said.append(f"Generates and scores one greedy completion of each distinct prompt besides, for {readers}.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
     if recipe.needs("greedy_rewards"):

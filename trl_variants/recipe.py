@@ -266,14 +266,14 @@ class Recipe:
     @property
     def min_generations(self) -> int:
         """Least completions per prompt."""
-        return max(bound.info.min_generations for bound in self.components)
+        return max(bound.min_generations for bound in self.components)
 
     def check_generations(self, num_generations: int) -> None:
         """Raise a `VariantError` if a component needs more completions per prompt."""
         for bound in self.components:
-            if bound.info.min_generations > num_generations:
+            if bound.min_generations > num_generations:
                 raise VariantError(
-                    f"{bound.slot} '{bound.name}' needs at least {bound.info.min_generations} generations per prompt; "
+                    f"{bound.slot} '{bound.name}' needs at least {bound.min_generations} generations per prompt; "
                     f"num_generations is {num_generations}."
                 )
 

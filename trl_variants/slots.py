@@ -30,7 +30,7 @@ ROLLOUT_INPUTS: Mapping[str, str] = MappingProxyType(
         "reward_names": "the F names of the reward functions, as a tuple of strings",
         "part_advantages": "a list of Advantages, one for each entry of the component's parameter ``parts``",
         "greedy_rewards": "(N,) reward of the greedy completion of each row's prompt, generated besides",
-        "scored": "(N,) bool, False where every reward function returned None",
+        "scored": "(N,) bool, False where every reward function returned None, or did for the greedy completion",
         "group_ids": "(N,) equal for the completions of one prompt",
         "mask": "(N, T) bool, True where a token counts",
         "lengths": "(N,) tokens of each completion as generated",

@@ -26,6 +26,7 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import make_critic
 from trl_variants.trainer.epochs import LearningPhase
+from trl_variants.trainer.greedy import GreedyPass, refuse_greedy
 from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.passes import Passes
@@ -86,6 +87,8 @@ class VariantTrainer(GRPOTrainer):
             raise VariantError(f"args must be a VariantConfig, not {kind}. Write VariantConfig(variant=..., ...).")
         self.recipe = args.recipe
         refuse_unsupported(self.recipe, train_dataset, environment_factory)
+        elsewhere = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
+        refuse_greedy(self.recipe, train_dataset, **elsewhere)
         self._skip_scoring = False
         self._prefill_once = PrefillOnce(self)
         self._rewards_per_func: Tensor | None = None
@@ -194,9 +197,12 @@ class VariantTrainer(GRPOTrainer):
     def _generate_round(self, inputs: Any) -> dict[str, Any]:
         """TRL's generation and rewards, of completions that nothing has judged or scored yet."""
         self._skip_scoring, mode = True, "train" if self.model.training else "eval"
+        greedy = GreedyPass(self, inputs) if self.recipe.needs("greedy_rewards") else None
         try:
             with self.meter.timing("generation", mode):
                 output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+                if greedy:
+                    output["greedy_rewards"] = greedy.rewards()
         finally:
             self._skip_scoring = False
         self.meter.generated(output, mode)
