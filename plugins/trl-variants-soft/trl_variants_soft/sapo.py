@@ -46,7 +46,7 @@ def sapo(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg
         >>> sapo(ratio.log(), torch.tensor([[1.0]])).loss
         tensor([[-2.0000, -2.9242]])
     """
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)
+    tau = torch.where(advantages > 0, log_ratio.new_full((), tau_pos), log_ratio.new_full((), tau_neg))
     return ClipResult(loss=-4 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1)) * advantages)
 
 

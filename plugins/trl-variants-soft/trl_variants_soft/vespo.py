@@ -88,8 +88,8 @@ def vespo(
     if logs.shape == mask.shape != log_ratio.shape:
         logs = masked_sum(logs, mask, dim=1)[:, None]
     log_w = (log_ratio.detach() + logs).clamp(_LOWEST, _HIGHEST)
-    k = torch.where(advantages >= 0, k_pos, k_neg).to(log_w.dtype)
-    lam = torch.where(advantages >= 0, lambda_pos, lambda_neg).to(log_w.dtype)
+    k = torch.where(advantages >= 0, log_w.new_full((), k_pos), log_w.new_full((), k_neg))
+    lam = torch.where(advantages >= 0, log_w.new_full((), lambda_pos), log_w.new_full((), lambda_neg))
     phi = (lam + k * log_w - lam * log_w.exp()).clamp(max=_HIGHEST).exp()
     loss = -phi * advantages * log_probs
     return ClipResult(loss=select(loss, token_weights > 0) if zero_weight == "token" else loss)
