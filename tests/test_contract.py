@@ -59,7 +59,9 @@ def test_every_component_keeps_the_contract(slot: str, name: str) -> None:  # pa
 
 @pytest.mark.parametrize(("slot", "name", "parameters"), SETTINGS)
 def test_components_keep_the_contract_under_other_parameters(slot: str, name: str, parameters: dict) -> None:
-    assert len(check_component(slot, name, parameters=parameters, registry=REGISTRY)) >= 5
+    # One parameter may take another's effect away: that each acts is shown at the defaults.
+    held = check_component(slot, name, parameters=parameters, registry=REGISTRY, excepted=["every_parameter_acts"])
+    assert len(held) >= 5
 
 
 @pytest.mark.parametrize("name", REGISTRY.variants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,23 @@ States = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Bound:
-    """A component in a slot, with its parameters and its owner."""
+    """A component in a slot, with its parameters and its owner.
+
+    Attributes:
+        slot: The slot.
+        info: The component.
+        parameters: Its parameters and those that the slot adds, by name.
+        owner: Who registered it.
+        parts: For a component that names ``part_advantages``: of each part the estimator, then its normalizers.
+        place: Where it stands inside another component; "" for a slot of the variant.
+    """
 
     slot: str
     info: ComponentInfo
     parameters: Mapping[str, Any]
     owner: Owner
+    parts: tuple[tuple[Bound, ...], ...] = ()
+    place: str = ""
 
     @property
     def name(self) -> str:
@@ -40,7 +51,15 @@ class Bound:
     @property
     def key(self) -> str:
         """Where this component's state is kept."""
-        return f"{self.slot}.{self.info.name}"
+        return f"{self.slot}.{self.place}{self.info.name}"
+
+    @property
+    def with_parts(self) -> Iterator[Bound]:
+        """The components of its parts, in the order in which they run, and itself."""
+        for part in self.parts:
+            for bound in part:
+                yield from bound.with_parts
+        yield self
 
     @property
     def who(self) -> str:
@@ -51,6 +70,11 @@ class Bound:
     def own(self) -> dict[str, Any]:
         """The parameters that the function takes: those of the slot are not among them."""
         return {name: self.parameters[name] for name in self.info.parameters}
+
+    @property
+    def min_generations(self) -> int:
+        """Least completions per prompt, with these parameters."""
+        return self.info.least_generations(self.parameters)
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
@@ -109,9 +133,15 @@ class Workspace:
 
     def call(self, bound: Bound) -> Any:
         """Call a component with the inputs that it names, and check what it returns."""
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for name in bound.info.inputs:
-            value = self.states.get(bound.key, {}) if name == "state" else self[name]
+            value: Any
+            if name == "state":
+                value = self.states.get(bound.key, {})
+            elif name == "part_advantages":
+                value = [self.estimated(*part) for part in bound.parts]
+            else:
+                value = self[name]
             if value is None and bound.info.needs(name):
                 raise VariantError(f"{bound.slot} '{bound.name}' needs {name}, and there is none here.")
             arguments[name] = value
@@ -129,6 +159,21 @@ class Workspace:
         result = _checked(bound, result, self.inputs.get("mask"))
         self.outputs.append((bound, result))
         return result
+
+    def estimated(self, estimator: Bound, *normalizers: Bound) -> Advantages:
+        """Run an estimator and its normalizers; 0 for completions without any reward, and at masked positions.
+
+        The result is the input ``advantages`` from then on.
+        """
+        estimate: Advantages = self.call(estimator)
+        self["advantages"] = self._trained(estimate.advantages)
+        for normalizer in normalizers:
+            self["advantages"] = self._trained(self.call(normalizer))
+        return Advantages(self["advantages"], estimate.returns)
+
+    def _trained(self, advantages: Tensor) -> Tensor:
+        scored: Tensor = self.inputs["scored"]
+        return select(advantages, scored if advantages.dim() == 1 else scored[:, None] & self.mask)
 
     def require_finite(self) -> None:
         """Raise a `VariantError` that names the first value that is not finite at a valid place."""

@@ -21,6 +21,7 @@ __all__ = ["ComponentInfo", "Parameter", "component", "info_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Check = Callable[[Any], "bool | str"]
+Least = int | Callable[[Any], int]
 _ATTRIBUTE = "__trl_variants_component__"
 
 
@@ -66,7 +67,7 @@ class ComponentInfo:
     paper: str | None = None
     formula: str | None = None
     check: Check | None = None
-    min_generations: int = 1
+    min_generations: Least = 1
     group_centred: bool = False
     batch_statistic: bool = False
     length_weighted: bool = False
@@ -76,6 +77,14 @@ class ComponentInfo:
     def needs(self, name: str) -> bool:
         """Whether this component cannot run without the input ``name``."""
         return name in self.inputs and name not in self.optional_inputs
+
+    def least_generations(self, parameters: Mapping[str, Any] | None = None) -> int:
+        """``min_generations`` with these parameters, or with the defaults."""
+        if not callable(self.min_generations):
+            return self.min_generations
+        if parameters is None:
+            parameters = {name: parameter.default for name, parameter in self.parameters.items()}
+        return self.min_generations(SimpleNamespace(**parameters))
 
     @property
     def summary(self) -> str:
@@ -124,7 +133,7 @@ def component(
     paper: str | None = None,
     formula: str | None = None,
     check: Check | None = None,
-    min_generations: int = 1,
+    min_generations: Least = 1,
     group_centred: bool = False,
     batch_statistic: bool = False,
     length_weighted: bool = False,
@@ -142,7 +151,8 @@ def component(function: F | None = None, /, *, name: str | None = None, **declar
         paper: Address of the paper.
         formula: What it computes, in LaTeX; ``{parameter}`` stands for a parameter's value.
         check: Takes an object with the bound parameters as attributes; returns True, or what is wrong.
-        min_generations: Least completions per prompt with which it makes sense.
+        min_generations: Least completions per prompt with which it makes sense: a number, or a function of the bound
+            parameters, such as ``lambda p: p.k``.
         group_centred: A group of equal rewards gives exactly 0.
         batch_statistic: Depends by definition on the micro-batch or the step, so the cut may change it.
         length_weighted: Means to weigh sequences by their length.

@@ -124,7 +124,7 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
     trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
     mask = _end_to_end(part.mask for part in parts)
-    tokens = mask.sum()
+    tokens = mask.count_nonzero()
     v = {name: _end_to_end(part.values[name] for part in parts) for name in parts[0].values}
 
     def mean(values: Tensor) -> Metric:
@@ -174,10 +174,10 @@ def _clipped_of(part: Observed) -> Tensor:
     """How many tokens of each completion were clipped, by flag, and at last how many there are; (flags + 1, B)."""
     flags, mask = dict(part.clipped), part.mask
     if next(iter(flags.values())).shape != mask.shape:  # one for a completion
-        mask = mask.any(1, keepdim=True)
+        mask = mask.count_nonzero(1)[:, None] > 0
     if "low" in flags and "high" in flags:
         flags["region"] = flags["low"] | flags["high"]
-    return (torch.stack([*flags.values(), mask]) & mask).sum(2)
+    return (torch.stack([*flags.values(), mask]) & mask).count_nonzero(2)
 
 
 def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:

@@ -26,7 +26,7 @@ from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
-__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "load_registry"]
+__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "load_registry", "plugin_named"]
 
 ENTRY_POINT_GROUP = "trl_variants"
 ENVIRONMENT = "TRL_VARIANTS_PLUGINS"
@@ -230,6 +230,23 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
         except (Exception, SystemExit) as error:
             raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
     return registry
+
+
+def plugin_named(name: str) -> str:
+    """The entry point of a plugin, named by itself or by its distribution.
+
+    Raises:
+        VariantError: Nothing that is installed has the name.
+    """
+    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    known = {point.name: point.name for point in points}
+    known |= {_owner(point).distribution: point.name for point in points}
+    if name not in known:
+        raise VariantError(
+            f"No installed plugin or distribution of plugins named '{name}'.{did_you_mean(name, known)} Installed: "
+            f"{listing(sorted(known)) or 'none'}."
+        )
+    return known[name]
 
 
 def _owner(point: metadata.EntryPoint) -> Owner:

@@ -42,6 +42,7 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
     clip = Workspace(batch.tensors())
     clip["log_ratio"] = clip.call(recipe.importance_ratio)
     clip["token_weights"] = torch.ones(2, 1)
+    clip["gather"] = lambda tensor: tensor
     per_sequence = clip.call(recipe.clip_rule).loss.shape[1] == 1
     declared = recipe.clip_rule.info.length_weighted or recipe.loss_aggregator.info.length_weighted
     if per_sequence and not declared and _weighs_by_length(recipe, batch):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.data import Totals
+from trl_variants.data import Advantages, Totals
 from trl_variants.declaration import ComponentInfo
 from trl_variants.slots import SLOTS
 from trl_variants.variant import KL, Use, Variant
@@ -120,6 +120,7 @@ class Case:
             **(self.rollout() if rollout else self.batch(per_token=True)),
             **{name: normal(*shape) for name in names},
             "token_weights": normal(*shape).abs(),
+            "part_advantages": [Advantages(normal(*shape))],
             "keep": torch.ones(self.rows, dtype=torch.bool),
             "measured_kl": 0.3,
             "measured_sequence_kl": 2.0,

@@ -20,8 +20,8 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.overrides import OVERRIDES
 from trl_variants.registry import load_registry
-from trl_variants.resolution import OVERRIDES
 from trl_variants.trainer.config import VariantConfig
 
 __all__ = ["Job", "parse", "run"]

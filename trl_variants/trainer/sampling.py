@@ -41,6 +41,7 @@ _LEARNED = (
     "sampling_per_token_logps",
     "carried",
     "carried_log_probs",
+    "greedy_rewards",
 )
 
 
