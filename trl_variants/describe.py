@@ -28,6 +28,7 @@ __all__ = [
     "models",
     "needs",
     "number",
+    "package_versions",
     "plain",
     "recipe_dict",
     "settings_of",
@@ -116,14 +117,19 @@ def plain(value: Any) -> Any:
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
+    owners = {bound.owner.distribution: bound.owner.version for bound in recipe.components if bound.owner.version}
+    return {**package_versions(), **owners}
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those that a result depends on, as far as they are installed."""
     versions = {"python": platform.python_version(), "trl-variants": __version__}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    owners = {bound.owner.distribution: bound.owner.version for bound in recipe.components if bound.owner.version}
-    return {**versions, **owners}
+    return versions
 
 
 # -- models and needs --------------------------------------------------------------------------

@@ -111,20 +111,21 @@ def check_plugin(plugin: object, *, excepted: Mapping[str, Collection[str]] | No
         NonConformance: Something breaks a property.
         VariantError: It does not register, or something of it does not resolve.
     """
-    before = load_registry("none")
     if isinstance(plugin, str):
-        registry = load_registry([plugin_named(plugin)])
+        point = plugin_named(plugin)
+        registry = load_registry([point])
+        owner = next(owner for owner in registry.plugins if owner.plugin == point)
     else:
         registry, name = load_registry("none"), str(getattr(plugin, "__name__", type(plugin).__name__))
-        registry.add(plugin, Owner(name, name, ""))
+        owner = Owner(name, name, "")
+        registry.add(plugin, owner)
     excepted = excepted or {}
-    out: dict[str, Verdict] = {}
-    for slot in SLOTS:
-        for new in registry.components(slot).keys() - before.components(slot).keys():
-            out[f"{slot}.{new}"] = check_component(slot, new, registry=registry, excepted=excepted.get(new, ()))
-    for new in registry.variants.keys() - before.variants.keys():
-        out[f"variant.{new}"] = check_variant(new, registry, excepted=excepted.get(new, ()))
-    return out
+    return {
+        f"{slot}.{name}": check_component(slot, name, registry=registry, excepted=excepted.get(name, ()))
+        if slot in SLOTS
+        else check_variant(name, registry, excepted=excepted.get(name, ()))
+        for slot, name in registry.owned(owner)
+    }
 
 
 def _verdict(subject: Subject, excepted: Collection[str]) -> Verdict:
