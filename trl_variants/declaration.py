@@ -22,6 +22,7 @@ __all__ = ["ComponentInfo", "Parameter", "component", "info_of"]
 F = TypeVar("F", bound=Callable[..., Any])
 Check = Callable[[Any], "bool | str"]
 Least = int | Callable[[Any], int]
+Centred = bool | Callable[[Any], bool]
 _ATTRIBUTE = "__trl_variants_component__"
 
 
@@ -68,7 +69,7 @@ class ComponentInfo:
     formula: str | None = None
     check: Check | None = None
     min_generations: Least = 1
-    group_centred: bool = False
+    group_centred: Centred = False
     batch_statistic: bool = False
     length_weighted: bool = False
     level: Literal["token", "sequence", "one"] = "token"
@@ -80,11 +81,21 @@ class ComponentInfo:
 
     def least_generations(self, parameters: Mapping[str, Any] | None = None) -> int:
         """``min_generations`` with these parameters, or with the defaults."""
-        if not callable(self.min_generations):
-            return self.min_generations
+        declared: int = self._declared(self.min_generations, parameters)
+        return declared
+
+    def centres_groups(self, parameters: Mapping[str, Any] | None = None) -> bool:
+        """``group_centred`` with these parameters, or with the defaults."""
+        declared: bool = self._declared(self.group_centred, parameters)
+        return declared
+
+    def _declared(self, value: Any, parameters: Mapping[str, Any] | None) -> Any:
+        """A declaration that may be a function of the parameters."""
+        if not callable(value):
+            return value
         if parameters is None:
             parameters = {name: parameter.default for name, parameter in self.parameters.items()}
-        return self.min_generations(SimpleNamespace(**parameters))
+        return value(SimpleNamespace(**parameters))
 
     @property
     def summary(self) -> str:
@@ -134,7 +145,7 @@ def component(
     formula: str | None = None,
     check: Check | None = None,
     min_generations: Least = 1,
-    group_centred: bool = False,
+    group_centred: Centred = False,
     batch_statistic: bool = False,
     length_weighted: bool = False,
     level: Literal["token", "sequence", "one"] = "token",
@@ -153,7 +164,7 @@ def component(function: F | None = None, /, *, name: str | None = None, **declar
         check: Takes an object with the bound parameters as attributes; returns True, or what is wrong.
         min_generations: Least completions per prompt with which it makes sense: a number, or a function of the bound
             parameters, such as ``lambda p: p.k``.
-        group_centred: A group of equal rewards gives exactly 0.
+        group_centred: A group of equal rewards gives exactly 0: True, or a function of the bound parameters.
         batch_statistic: Depends by definition on the micro-batch or the step, so the cut may change it.
         length_weighted: Means to weigh sequences by their length.
         level: For importance ratios: one per token, one per sequence, or the constant one.

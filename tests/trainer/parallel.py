@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
 from tests import tiny
@@ -25,6 +27,7 @@ from trl_variants import KL, use
 from trl_variants.trainer.batch import gather_ragged
 
 ADAPTIVE = use("adaptive", target=0.01, horizon=80)
+LORA = {"peft_config": lambda: LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")}
 
 
 def write(prompt: str, index: int) -> list[int]:
@@ -96,6 +99,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sequence_kl": ("trl_rloo", {"num_iterations": 2, "overrides": {"kl": {"coef": 0.3}}}),
     "ppo": ("ppo", {"num_generations": 1, "rows": 8, "num_iterations": 3, "critic_max_grad_norm": 0.02}),
     "ppo_shared": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 3}),
+    "ppo_lora": ("ppo", {"options": LORA, "num_iterations": 2}),
+    "ppo_shared_lora": ("ppo", {"options": LORA, "overrides": {"critic": "shared"}, "num_iterations": 2}),
     "ppo_tools": ("ppo", {"fields": {"env_mask": env_mask}, "num_iterations": 2}),
     "warm_up": ("ppo", {"overrides": {"critic": "shared"}, "num_iterations": 2, "critic_warmup_steps": 2}),
     "target_kl": ("ppo", {"num_iterations": 3, "target_kl": 1e-5}),
@@ -123,10 +128,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str, Any]:
+def run(name: str, folder: Any, per_device: int, accumulation: int, **engine: Any) -> dict[str, Any]:
     """Train a few optimizer steps; what came of it, as plain data."""
     variant, settings = CASES[name]
     settings = {"num_generations": 4, "rows": 2, "max_completion_length": 12, "max_steps": 3, **settings}
+    settings = {"eval_rows": 5, "per_device_eval_batch_size": 8, **settings, **engine}
+    options = {name: make() for name, make in settings.pop("options", {}).items()}
+    eval_rows = settings.pop("eval_rows")
     per_device, rewards = settings.pop("per_device", per_device), settings.pop("rewards", tiny.low_words)
     rows, fields, overrides = settings.pop("rows"), settings.pop("fields", {}), settings.pop("overrides", None)
     trainer = runs.build(
@@ -134,10 +142,9 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         variant,
         rows=rows,
         rewards=rewards,
-        options={"rollout_func": runs.scripted(write, **fields), "eval_dataset": tiny.dataset(5)},
+        options={"rollout_func": runs.scripted(write, **fields), "eval_dataset": tiny.dataset(eval_rows), **options},
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulation,
-        per_device_eval_batch_size=8,
         num_generations_eval=1,
         variant_overrides=overrides,
         **{**runs.SGD, **settings},
@@ -165,6 +172,21 @@ def run(name: str, folder: Any, per_device: int, accumulation: int) -> dict[str,
         "kl_coef": trainer._next_kl_coef,
         "evaluation": trainer.evaluate(),
     }
+
+
+def launch(module: str, folder: Path) -> None:
+    """Run a module in two processes, with a folder to write to."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module, str(folder)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-5000:]
 
 
 def unshuffled() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, TrainerCallback
 
 from tests import tiny
@@ -84,8 +85,14 @@ class _Recorder(TrainerCallback):
 
 def _gradient(model: torch.nn.Module) -> Tensor | None:
     """All gradients of a model; None where it has none, as the policy while a critic warms up or after target_kl."""
-    found = [p.grad.detach().flatten() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    found = [whole(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
     return torch.cat(found) if found else None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter or gradient as a flat tensor, gathered where FSDP shards it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).flatten()
 
 
 def build(
@@ -150,7 +157,7 @@ def scripted(
 
 
 def weights(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return torch.cat([whole(p) for p in model.parameters()])
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -70,6 +70,10 @@ def test_a_setting_of_the_critic_without_a_critic_is_refused(settings: dict[str,
             "lr_scheduler_type reduce_lr_on_plateau steps by a metric, and a critic has none. Use another.",
         ),
         (
+            {"optim": "schedule_free_adamw"},
+            "optim schedule_free_adamw cannot step a critic as well. Use optim: adamw_torch.",
+        ),
+        (
             {"variant_overrides": {"critic": "shared"}, "critic_model": "x"},
             "critic_model is set, and a shared critic is a head on the policy's backbone. Use variant_overrides: "
             "{critic: separate}, or leave critic_model out.",
@@ -95,14 +99,42 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
     assert refused(tmp_path, "ppo", **settings) == message
 
 
-@pytest.mark.parametrize("settings", [{}, {"variant": "grpo", "target_kl": 0.1, "num_iterations": 2}])
-@pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP"])
-def test_sharded_training_is_refused_for_now(
-    engine: str, settings: dict[str, Any], tmp_path: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    said = refused(tmp_path, **{"variant": "ppo", **settings})
-    assert said.lower().startswith(f"{engine.lower()} is not supported with a critic or target_kl in this release.")
+STEPS_APART = pytest.mark.parametrize("settings", [{}, {"variant": "grpo", "target_kl": 0.1, "num_iterations": 2}])
+
+
+@STEPS_APART
+def test_deepspeed_is_refused_for_now(settings: dict[str, Any], tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert refused(tmp_path, **{"variant": "ppo", **settings}) == (
+        "DeepSpeed is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
+        "--multi_gpu) or FSDP2 (--use_fsdp --fsdp_version 2), or a variant without a critic."
+    )
+
+
+@STEPS_APART
+@pytest.mark.parametrize("asked", ["by the launcher", "by the launcher, version 1", "by the config"])
+def test_fsdp_1_is_refused(asked: str, settings: dict[str, Any], tmp_path: Any, monkeypatch: Any) -> None:
+    if asked == "by the config":
+        settings = {**settings, "fsdp": True, "fsdp_config": {"version": 1}}
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    if asked.endswith("1"):
+        monkeypatch.setenv("FSDP_VERSION", "1")
+    assert refused(tmp_path, **{"variant": "ppo", **settings}) == (
+        "FSDP1 is not supported with a critic or target_kl. Use FSDP2: fsdp_version: 2 in the config of accelerate "
+        "launch, or version: 2 in fsdp_config."
+    )
+
+
+@STEPS_APART
+@pytest.mark.parametrize("asked", ["by the launcher", "by the config"])
+def test_fsdp_2_is_taken(asked: str, settings: dict[str, Any], tmp_path: Any, monkeypatch: Any) -> None:
+    if asked == "by the config":
+        settings = {**settings, "fsdp": True}
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+    assert tiny.config(tmp_path, **{"variant": "ppo", **settings}).recipe
 
 
 def test_fp16_is_refused_with_a_critic(tmp_path: Any) -> None:

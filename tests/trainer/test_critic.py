@@ -331,6 +331,11 @@ def test_a_critic_that_knows_too_few_tokens_is_refused(tmp_path: Any) -> None:
         ppo(tmp_path, options={"critic_model": small})
 
 
+def test_a_model_without_weights_on_this_process_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(VariantError, match="Set fsdp_cpu_ram_efficient_loading: false"):
+        ppo(tmp_path, options={"critic_model": runs.reward_model().model.to("meta")})
+
+
 def test_a_critic_model_that_is_part_of_another_model_is_copied(tmp_path: Any) -> None:
     policy, judge = tiny.model(), runs.reward_model()
     inside = ppo(tmp_path, model=policy, options={"critic_model": policy.model})

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,11 @@ from trl.trainer import grpo_trainer
 from tests.trainer import parallel
 from trl_variants import load_registry, resolve
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.trainer.parallel"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command, str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert not done.returncode, done.stderr[-5000:]
+    parallel.launch("tests.trainer.parallel", folder)
     return folder
 
 

@@ -211,7 +211,7 @@ def _changes(slot: str, info: ComponentInfo, component: Use) -> Iterator[dict[st
     elif slot == "sample_filter":
         yield {slot: component, "advantage_normalizer": "batch_std"}
     elif slot == "advantage_normalizer":
-        yield {slot: component, **({"advantage_estimator": "group_mean"} if info.group_centred else {})}
+        yield {slot: component, **({"advantage_estimator": "group_mean"} if info.centres_groups() else {})}
     elif slot == "importance_ratio":
         yield {slot: component, **({"clip_rule": "policy_gradient"} if info.level == "one" else {})}
     elif slot == "clip_rule":

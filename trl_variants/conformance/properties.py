@@ -74,7 +74,7 @@ def row_order_decides_nothing(subject: Subject) -> bool:
 def constant_groups_get_zero(subject: Subject) -> bool:
     """Where declared ``group_centred``: completions that are equal in all get exactly 0, in float32 too."""
     chain = [b for b in subject.bounds if b.slot in ("advantage_estimator", "advantage_normalizer")]
-    if not chain or not all(bound.info.group_centred for bound in chain):
+    if not chain or not all(bound.info.centres_groups(bound.parameters) for bound in chain):
         return False
     least = subject.recipe.min_generations
     size = max(8, least)

@@ -29,7 +29,11 @@ def write_recipe(trainer: Any) -> None:
 
 
 def save_state(trainer: Any, checkpoint: str) -> None:
-    """Write the trainer's state into a checkpoint that TRL has written."""
+    """Write the trainer's state into a checkpoint that TRL has written; every rank must call it."""
+    if trainer.critic:
+        trainer.critic.save(checkpoint, optimizer=not trainer.args.save_only_model)
+    if not trainer.args.should_save:
+        return
     state = {
         "kl_coef": trainer._next_kl_coef,
         "states": trainer._states,
@@ -39,9 +43,8 @@ def save_state(trainer: Any, checkpoint: str) -> None:
         period = trainer.args.steps_per_generation * trainer.num_iterations
         midway = trainer.state.global_step * trainer.args.gradient_accumulation_steps % period != 0
         state["sampling"] = trainer.resampler.saved(midway=midway)
+    os.makedirs(checkpoint, exist_ok=True)  # with sharded state dicts, accelerate writes the policy later
     torch.save(state, os.path.join(checkpoint, _FILE))
-    if trainer.critic:
-        trainer.critic.save(checkpoint, optimizer=not trainer.args.save_only_model)
 
 
 def load_state(trainer: Any, checkpoint: str) -> None:

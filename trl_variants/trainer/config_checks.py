@@ -130,7 +130,9 @@ def check_learning(config: VariantConfig) -> None:
         )
     if critic:
         _check_critic(config)
-    if (critic or config.target_kl) and config.fp16:
+    if _steps_apart(config):
+        _check_fsdp(config)
+    if _steps_apart(config) and config.fp16:
         raise VariantError(
             "fp16 scales the loss, which goes wrong in steps without a gradient of the policy, as in a critic's "
             "warm-up or after target_kl. Use bf16: true, or neither."
@@ -171,8 +173,8 @@ def _check_critic(config: VariantConfig) -> None:
         )
     if config.torch_compile:
         raise VariantError("torch_compile is not supported with a critic in this release. Leave one of them out.")
-    if str(config.optim).rpartition(".")[2].lower().startswith("schedule_free"):
-        raise VariantError(f"optim {config.optim} cannot step a critic as well. Use optim: adamw_torch.")
+    if config.optim.value.startswith("schedule_free"):
+        raise VariantError(f"optim {config.optim.value} cannot step a critic as well. Use optim: adamw_torch.")
     if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise VariantError(
             f"lr_scheduler_type {config.lr_scheduler_type.value} steps by a metric, and a critic has none. Use another."
@@ -216,19 +218,39 @@ def check_sampling(config: VariantConfig) -> None:
 
 
 def check_engine(config: VariantConfig) -> None:
-    """Refuse sharded training with a critic or ``target_kl``, before TRL's own checks start the engine.
+    """Refuse DeepSpeed with a critic or ``target_kl``, before TRL's own checks start it.
 
     Raises:
-        VariantError: The config or the launcher asks for DeepSpeed or FSDP.
+        VariantError: The config or the launcher asks for DeepSpeed.
     """
-    if not (config.recipe.variant.critic or config.target_kl):
+    if _steps_apart(config) and (config.deepspeed or _launched_with("DEEPSPEED")):
+        raise VariantError(
+            "DeepSpeed is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
+            "--multi_gpu) or FSDP2 (--use_fsdp --fsdp_version 2), or a variant without a critic."
+        )
+
+
+def _steps_apart(config: VariantConfig) -> bool:
+    """Whether some optimizer steps leave the policy as it is, or step something beside it."""
+    return bool(config.recipe.variant.critic or config.target_kl)
+
+
+def _launched_with(engine: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
+
+
+def _check_fsdp(config: VariantConfig) -> None:
+    if config.fsdp:
+        version = (config.fsdp_plugin_args or {}).get("fsdp_version")
+    elif _launched_with("FSDP"):
+        version = int(os.environ.get("FSDP_VERSION", "1"))  # accelerate's default
+    else:
         return
-    for engine, asked in (("DeepSpeed", config.deepspeed), ("FSDP", config.fsdp)):
-        if asked or os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true":
-            raise VariantError(
-                f"{engine} is not supported with a critic or target_kl in this release. Use DDP (accelerate launch "
-                "--multi_gpu), or a variant without a critic."
-            )
+    if version != 2:
+        raise VariantError(
+            "FSDP1 is not supported with a critic or target_kl. Use FSDP2: fsdp_version: 2 in the config of accelerate "
+            "launch, or version: 2 in fsdp_config."
+        )
 
 
 def check_prefill(config: VariantConfig) -> None:

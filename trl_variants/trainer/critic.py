@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, get_scheduler
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import disable_dropout_in_model
@@ -16,6 +19,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from trl_variants.errors import VariantError
 from trl_variants.trainer.critic_model import WEIGHTS, ValueHead, build_separate, captured_states, check_backbone
 from trl_variants.trainer.forward import RowForward, backbone_of
+from trl_variants.trainer.fsdp import gathered, load_named_state, named_state, placed, reshard, shard
 
 __all__ = ["Critic", "make_critic"]
 
@@ -55,9 +59,21 @@ class Critic:
             if args.gradient_checkpointing:
                 separate.backbone.gradient_checkpointing_enable(self._checkpointing)  # type: ignore[operator]
             self.model = separate
-        self._wrapped = trainer.accelerator.prepare_model(self.model)
+        #: What reduces gradients over the ranks, and what is called.
+        self._parts, self._wrapped = self._prepared()
         self._optimizer: torch.optim.Optimizer | None = None
+        self._names: list[str] = []  # of the optimizer's parameters, in its order
         self._scheduler: Any = None
+
+    def _prepared(self) -> tuple[list[nn.Module], nn.Module]:
+        if not self._trainer.is_fsdp_enabled:
+            wrapped = self._accelerator.prepare_model(self.model)
+            return [wrapped], wrapped
+        # The head is a unit of its own: values are float32 under mixed precision too.
+        parts = [self.model] if self.shared else [self.model.backbone, self.model.head]
+        for part in parts:
+            shard(part, self._accelerator)
+        return parts, self.model
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -73,10 +89,7 @@ class Critic:
             states: What `watching` collected.
         """
         self.model.train(self._trainer.model.training)
-        # Gradients of a step's earlier micro-batches stay local until its last one.
-        last = self._accelerator.sync_gradients or not self.model.training
-        with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
-            return layout.scatter(self._forward(layout, states))
+        return layout.scatter(self._forward(layout, states))
 
     def score(self, layout: RowForward, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(B, T) values and the (B,) value after the last token, without gradient and without dropout.
@@ -91,7 +104,8 @@ class Critic:
         return layout.scatter(values), layout.last(values)
 
     def _forward(self, layout: RowForward, states: list[Tensor]) -> Tensor:
-        values: Tensor = self._wrapped(states[-1] if self.shared else layout)
+        with self._accelerator.autocast():
+            values: Tensor = self._wrapped(states[-1] if self.shared else layout)
         return values
 
     def _no_checkpointing(self) -> AbstractContextManager[Any]:
@@ -101,19 +115,35 @@ class Critic:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """A forward and a backward. As with the policy, gradients stay local until the last micro-batch of a step."""
+        accelerator = self._accelerator
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        with ExitStack() as stack:
+            if not (accelerator.sync_gradients or each):
+                for part in self._parts:
+                    stack.enter_context(accelerator.no_sync(part))
+            yield
+
     def create_optimizer(self) -> None:
         """An optimizer of the policy's kind, with the critic's learning rate."""
         if self._optimizer is not None:
             return
         args, trainer = self._args, self._trainer
+        reshard(self.model)
         cls, kwargs = trainer.get_optimizer_cls_and_kwargs(args, self.model)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or {"params", "model"} & set(kwargs):
-            raise VariantError(f"optim {args.optim} makes no second optimizer for the critic. Use optim: adamw_torch.")
+            raise VariantError(
+                f"optim {args.optim.value} makes no second optimizer for the critic. Use optim: adamw_torch."
+            )
         decayed = set(trainer.get_decay_parameter_names(self.model))
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        parts = [[(n, p) for n, p in named if n in decayed], [(n, p) for n, p in named if n not in decayed]]
+        self._names = [name for part in parts for name, _ in part]
         groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+            {"params": [p for _, p in part], "weight_decay": decay}
+            for part, decay in zip(parts, (args.weight_decay, 0.0), strict=True)
         ]
         rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
         self._optimizer = cls(groups, **{**kwargs, "lr": rate})
@@ -149,7 +179,8 @@ class Critic:
             args = self._args
             largest = args.max_grad_norm if args.critic_max_grad_norm is None else args.critic_max_grad_norm
             # 0 is no clipping, as it is for the policy.
-            metrics["critic/grad_norm"] = float(nn.utils.clip_grad_norm_(trained, largest or float("inf")))
+            norm = nn.utils.clip_grad_norm_(trained, largest or float("inf"))
+            metrics["critic/grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             self._optimizer.step()
             self._optimizer.zero_grad()
         self._scheduler.step()
@@ -158,17 +189,23 @@ class Critic:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: str, *, optimizer: bool) -> None:
-        """Write the trained weights, and the state of optimizer and schedule, into a folder of a checkpoint."""
-        folder = Path(checkpoint) / _FOLDER
-        folder.mkdir(exist_ok=True)
-        save_file({name: p.detach().contiguous() for name, p in self._saved()}, folder / WEIGHTS)
+        """Write the trained weights, and the state of optimizer and schedule, into a folder of a checkpoint.
+
+        Every rank must call it, since shards are gathered; those that save write.
+        """
+        keep, folder = self._args.should_save, Path(checkpoint) / _FOLDER
+        reshard(self.model)
+        weights = gathered(((name, p.detach()) for name, p in self._saved()), keep=keep)
+        state = named_state(self._optimizer, self._names, keep=keep) if optimizer else None
+        if not keep:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / WEIGHTS)
         if not self.shared:
             self.model.backbone.config.save_pretrained(folder)  # type: ignore[union-attr]
             self._trainer._tokenizer.save_pretrained(folder)
-        if optimizer:
-            assert self._optimizer is not None
-            state = {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
-            torch.save(state, folder / "optimizer.pt")
+        if state is not None:
+            torch.save({"optimizer": state, "scheduler": self._scheduler.state_dict()}, folder / "optimizer.pt")
 
     def _saved(self) -> list[tuple[str, nn.Parameter]]:
         """The weights that a checkpoint holds: all of them, or the trained ones where the rest is a frozen base."""
@@ -193,16 +230,21 @@ class Critic:
         folder = Path(checkpoint) / _FOLDER
         if not (folder / WEIGHTS).is_file():
             raise VariantError(f"{checkpoint} has no critic, so the run cannot go on from it with one.")
-        weights = load_file(folder / WEIGHTS)
-        if set(weights) != {name for name, _ in self._saved()}:
-            raise VariantError(
-                f"The critic in {checkpoint} is of another kind than this run's: it was written with other settings of "
-                "critic, critic_model or PEFT."
-            )
-        self.model.load_state_dict(weights, strict=False)
+        other = VariantError(
+            f"The critic in {checkpoint} is of another kind than this run's: it was written with other settings of "
+            "critic, critic_model or PEFT."
+        )
+        reshard(self.model)
+        with safe_open(folder / WEIGHTS, "pt") as weights, torch.no_grad():
+            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+            if shapes != {name: list(p.shape) for name, p in self._saved()}:
+                raise other
+            for name, p in self._saved():
+                p.copy_(placed(weights.get_tensor(name), p))
         if optimizer and (folder / "optimizer.pt").is_file() and self._optimizer is not None:
-            state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-            self._optimizer.load_state_dict(state["optimizer"])
+            state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+            if not load_named_state(self._optimizer, self._names, state["optimizer"]):
+                raise other
             self._scheduler.load_state_dict(state["scheduler"])
 
 

@@ -55,7 +55,8 @@ class ValueHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """(·, H) states to (·) values."""
         with torch.autocast(states.device.type, enabled=False):
-            return nn.functional.linear(states.float(), self.weight, self.bias)[..., 0]
+            # The sum of one number drops its dimension; FSDP wants no view.
+            return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
 class SeparateCritic(nn.Module):
@@ -201,6 +202,12 @@ def check_backbone(backbone: Any, vocabulary: int, where: str) -> int:
             f"The critic would start from {where}, which knows {rows} tokens; the policy's tokenizer has {vocabulary}."
         )
     device = backbone.get_input_embeddings().weight.device
+    if device.type == "meta":
+        raise VariantError(
+            f"The critic would start from {where}, whose weights are on one process only. Set "
+            "fsdp_cpu_ram_efficient_loading: false in the config of accelerate launch, or cpu_ram_efficient_loading in "
+            "fsdp_config."
+        )
     training = backbone.training
     backbone.eval()
     with torch.no_grad():

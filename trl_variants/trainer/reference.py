@@ -15,6 +15,7 @@ from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
 from trl_variants.errors import VariantError
+from trl_variants.trainer.fsdp import shard
 
 __all__ = ["Reference"]
 
@@ -77,6 +78,8 @@ def _frozen_copy(trainer: Any, policy: nn.Module) -> nn.Module:
 def _prepared(trainer: Any, reference: nn.Module) -> nn.Module:
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(reference, trainer.accelerator)
+    if trainer.accelerator.is_fsdp2:
+        return shard(reference, trainer.accelerator)
     if trainer.is_fsdp_enabled:
         return prepare_fsdp(reference, trainer.accelerator)
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True)

@@ -210,7 +210,7 @@ class VariantTrainer(GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """One micro-batch; generation and scoring are timed apart."""
-        with self.meter.timing("learning"):
+        with self.meter.timing("learning"), self.critic.micro_batch() if self.critic else nullcontext():
             return super().training_step(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class VariantTrainer(GRPOTrainer):
         """Save the policy; into a checkpoint also what goes on from it (before the checkpoint is pushed to the hub)."""
         super().save_model(output_dir, _internal_call)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if _internal_call and self.args.should_save and output_dir and os.path.basename(output_dir) == name:
+        if _internal_call and output_dir and os.path.basename(output_dir) == name:
             save_state(self, output_dir)
 
     def _load_best_model(self) -> None:
