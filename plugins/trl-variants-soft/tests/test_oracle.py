@@ -247,3 +247,15 @@ def test_the_batchs_scale_is_of_the_rows_kept_here_and_of_all_in_trl(case: str, 
         everyone = theirs.advantages[0] * (rewards + 1e-4)  # centred rewards, of which ours are a multiple
         factor = mine.advantages[0][kept] / everyone[kept]
         torch.testing.assert_close(factor, factor[:1].expand_as(factor), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["sapo", "vespo", "gmpo", "luspo_wide", "bnpo", "gdpo", "lite_ppo"])
+def test_evaluation_equals_trl(case: str, tmp_path: Any, path: str) -> None:
+    def evaluated(run: Any, folder: Any) -> float:
+        settings = {"given": {"eval_dataset": tiny.dataset(3)}, "per_device_eval_batch_size": 4}
+        done = run(case, folder, path, **settings)
+        done.trainer.evaluate()
+        (loss,) = (entry["eval_loss"] for entry in done.trainer.state.log_history if "eval_loss" in entry)
+        return loss
+
+    assert evaluated(of_ours, tmp_path / "b") == pytest.approx(evaluated(of_trl, tmp_path / "a"), abs=1e-6)

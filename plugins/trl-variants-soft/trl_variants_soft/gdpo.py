@@ -28,7 +28,7 @@ __all__ = ["GDPO", "gdpo"]
         else "correction must be 0 (population) or 1 (sample)"
     ),
     min_generations=2,
-    group_centred=True,
+    group_centred=lambda p: p.zero_constant,
 )
 def gdpo(
     rewards_per_func: Tensor,
