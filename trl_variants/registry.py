@@ -185,6 +185,19 @@ class Registry:
         if owner not in self.plugins:
             self.plugins.append(owner)
 
+    def load(self, source: str) -> None:
+        """Load a dotted module or a ``.py`` file that is not installed as a plugin.
+
+        Raises:
+            VariantError: It cannot be imported, or registers something wrong.
+        """
+        try:
+            self.add(_import(source), Owner(source, source, ""))
+        except VariantError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
+
     def _known(self, kind: str, name: str) -> tuple[object, Owner] | None:
         if kind == "variant":
             return self._variants.get(name)
@@ -233,12 +246,7 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
             registry.broken.append(BrokenPlugin(owner, error))
             warnings.warn(f"The plugin '{point.name}' of {owner} could not be loaded: {error!r}", stacklevel=2)
     for source in extra:
-        try:
-            registry.add(_import(source), Owner(source, source, ""))
-        except VariantError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
+        registry.load(source)
     return registry
 
 

@@ -14,6 +14,7 @@ from trl_variants.collection import check_inputs
 from trl_variants.declaration import info_of
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.overrides import VARIANT_SLOTS, apply_overrides, as_list, as_use, is_off, override_slot
+from trl_variants.rebuilding import is_file, rebuilt
 from trl_variants.recipe import BoundKL, Recipe
 from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.rehearsal import rehearse
@@ -32,7 +33,7 @@ def resolve(
     """Bind every slot of a variant.
 
     Args:
-        variant: Name of a registered variant, or a `Variant`.
+        variant: Name of a registered variant, the ``variant.json`` of a run, or a `Variant`.
         overrides: By slot, as in a config: ``{slot: name}``, ``{slot: {name: ..., param: ...}}``, ``{slot: {param:
             ...}}``, a list for slots that take several, or null, ``none``, false or [] to switch a slot off.
         registry: Where names are looked up; `load_registry()` when left out.
@@ -76,7 +77,10 @@ def resolve(
 
 def flatten(variant: str | Variant, registry: Registry) -> Variant:
     """Follow ``extends`` to the end, and fill in what no variant said."""
-    flat = registry.variant(variant) if isinstance(variant, str) else variant
+    if is_file(variant):
+        flat = rebuilt(str(variant), registry)
+    else:
+        flat = registry.variant(variant) if isinstance(variant, str) else variant
     if not isinstance(flat, Variant):
         raise VariantError(f"variant must be a name or a Variant, not {type(variant).__name__}.")
     seen = [flat.name]

@@ -60,6 +60,7 @@ class VariantTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "trl-variants"]
+    run_settings: dict[str, Any] | None = None  # what `trl-variants train` was given
 
     def __init__(
         self,
