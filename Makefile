@@ -50,8 +50,9 @@ PLUGINS := $(wildcard plugins/*/pyproject.toml)
 
 build/plugins/installed: $(VENV)/installed-test $(shell find plugins -path '*/trl_variants_*' -name '*.py') $(PLUGINS)
 	rm -rf build/plugins build/wheels
-	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels $(patsubst %/pyproject.toml,./%,$(PLUGINS))
-	$(PIP) install --no-deps --target build/plugins build/wheels/*.whl
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels \
+		$(patsubst %/pyproject.toml,./%,$(PLUGINS))
+	$(PIP) --no-deps --target build/plugins build/wheels/*.whl
 	touch $@
 
 clean:
