@@ -55,7 +55,8 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
 
 def _require_seen_rewards(recipe: Recipe) -> None:
     """What changes the reward needs an estimator that reads the changed one."""
-    if {"rewards", "token_rewards"} & set(recipe.advantage_estimator.info.inputs):
+    estimators = [bound for bound in recipe.advantage_estimator.with_parts if bound.slot == "advantage_estimator"]
+    if any({"rewards", "token_rewards"} & set(bound.info.inputs) for bound in estimators):
         return
     changes = [*recipe.reward_shapers, *([recipe.kl.placement] if recipe.kl and recipe.kl.in_reward else [])]
     if changes:
