@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test build/plugins/installed
 	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
 	$(ENVIRONMENT) OMP_NUM_THREADS=1 PYTHONPATH=build/plugins $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
-		plugins/*/tests build/plugins
+		plugins/test_installed.py plugins/*/tests build/plugins
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

@@ -77,6 +77,8 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     parts = {} if kl is None else {"estimator": kl.estimator, "placement": kl.placement, "controller": kl.controller}
     return {
         "variant": recipe.variant.name,
+        "distribution": recipe.owner and recipe.owner.distribution,
+        "version": recipe.owner and (recipe.owner.version or None),
         "summary": recipe.variant.summary,
         "paper": recipe.variant.paper,
         "slots": slots,
@@ -117,7 +119,8 @@ def plain(value: Any) -> Any:
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
-    owners = {bound.owner.distribution: bound.owner.version for bound in recipe.components if bound.owner.version}
+    every = [bound.owner for bound in recipe.components] + ([recipe.owner] if recipe.owner else [])
+    owners = {owner.distribution: owner.version for owner in every if owner.version}
     return {**package_versions(), **owners}
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trl_variants.errors import VariantError
-from trl_variants.registry import Registry
+from trl_variants.registry import Owner, Registry
 from trl_variants.slots import SLOTS
 from trl_variants.variant import KL, Use, Variant
 
-__all__ = ["is_file", "read", "rebuilt", "settings_of_run"]
+__all__ = ["is_file", "owner_in", "read", "rebuilt", "settings_of_run"]
 
 
 def is_file(variant: object) -> bool:
@@ -53,6 +53,13 @@ def settings_of_run(path: str | Path) -> dict[str, Any]:
             f"settings into a YAML file, with variant: {path}."
         )
     return {**{key: value for key, value in settings.items() if key != "variant_overrides"}, "variant": str(path)}
+
+
+def owner_in(path: str) -> Owner | None:
+    """Who had registered the variant of a ``variant.json``."""
+    said = read(path)
+    name = said.get("distribution")
+    return Owner(name, name, said.get("version") or "") if name else None
 
 
 def rebuilt(path: str, registry: Registry) -> Variant:

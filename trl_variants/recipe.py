@@ -18,6 +18,7 @@ from trl_variants.binding import Bound, States, Workspace
 from trl_variants.components.masked import bounded, masked_sum
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
+from trl_variants.registry import Owner
 from trl_variants.variant import Variant
 
 __all__ = ["AdvantageResult", "BoundKL", "LossResult", "Recipe"]
@@ -88,7 +89,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A variant with every component bound. Made by `resolve`."""
+    """A variant with every component bound, and who registered it. Made by `resolve`."""
 
     variant: Variant
     sample_filters: tuple[Bound, ...]
@@ -101,6 +102,7 @@ class Recipe:
     token_weights: tuple[Bound, ...]
     regularizers: tuple[Bound, ...]
     loss_aggregator: Bound
+    owner: Owner | None = None
 
     @torch.no_grad()
     def keep(self, rollout: Rollout, *, states: States | None = None) -> Tensor:

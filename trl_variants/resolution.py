@@ -14,7 +14,7 @@ from trl_variants.collection import check_inputs
 from trl_variants.declaration import info_of
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.overrides import VARIANT_SLOTS, apply_overrides, as_list, as_use, is_off, override_slot
-from trl_variants.rebuilding import is_file, rebuilt
+from trl_variants.rebuilding import is_file, owner_in, rebuilt
 from trl_variants.recipe import BoundKL, Recipe
 from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.rehearsal import rehearse
@@ -69,10 +69,18 @@ def resolve(
         token_weights=lists["token_weight"],
         regularizers=lists["regularizer"],
         loss_aggregator=lists["loss_aggregator"][0],
+        owner=_owner(variant, registry),
     )
     _check_across(recipe)
     rehearse(recipe)
     return recipe
+
+
+def _owner(variant: str | Variant, registry: Registry) -> Owner | None:
+    """Who registered a variant; None for one that was given itself."""
+    if is_file(variant):
+        return owner_in(str(variant))
+    return registry.owner("variant", variant) if isinstance(variant, str) else None
 
 
 def flatten(variant: str | Variant, registry: Registry) -> Variant:
