@@ -45,7 +45,7 @@ def test_every_variant_of_a_plugin_resolves_and_has_a_config(variant: str) -> No
 def test_a_config_names_what_is_installed_and_trains(name: str, tmp_path: Path) -> None:
     config = min((HERE / name / "configs").glob("*.yaml"))
     warmup = {"critic_warmup_steps": 1} if "critic_warmup_steps" in config.read_text() else {}
-    log = train_config(config, tmp_path, steps_per_generation=2, **warmup)
+    log = train_config(config, tmp_path, **warmup)
     assert len(log) == 3 and all(math.isfinite(step["loss"]) for step in log)
     said = json.loads((tmp_path / "out" / "variant.json").read_text())
     assert (said["variant"], said["distribution"], said["version"]) == (config.stem, name, metadata.version(name))
