@@ -52,7 +52,9 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
     """
     arguments = list(arguments)
     parser = TrlParser(
-        (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig), prog="trl-variants train"
+        (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig),
+        prog="trl-variants train",
+        allow_abbrev=False,  # what is misspelt is no other option
     )
     if anywhere and not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)  # before the file, which may say otherwise
