@@ -10,8 +10,11 @@ ENVIRONMENT := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELIS
 demo: $(VENV)/installed
 	$(VENV)/bin/trl-variants demo
 
-test: $(VENV)/installed-test
+# The package alone, with no plugin installed; then each plugin in plugins/, installed from its wheel.
+test: $(VENV)/installed-test build/plugins/installed
 	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(ENVIRONMENT) OMP_NUM_THREADS=1 PYTHONPATH=build/plugins $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
+		plugins/test_installed.py plugins/*/tests build/plugins
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
@@ -43,5 +46,14 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) --editable '.[test]'
 	touch $@
 
+PLUGINS := $(wildcard plugins/*/pyproject.toml)
+
+build/plugins/installed: $(VENV)/installed-test $(shell find plugins -path '*/trl_variants_*' -name '*.py') $(PLUGINS)
+	rm -rf build/plugins build/wheels
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels \
+		$(patsubst %/pyproject.toml,./%,$(PLUGINS))
+	$(PIP) --no-deps --target build/plugins build/wheels/*.whl
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache

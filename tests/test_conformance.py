@@ -88,7 +88,59 @@ def counts_micro_batches(log_probs: Tensor, state: dict) -> tuple[Tensor, dict]:
     return log_probs * 0.0, {"calls": state.get("calls", 0) + 1}
 
 
+@component
+def counts_own_tokens(log_probs: Tensor, mask: Tensor, state: dict) -> tuple[Tensor, dict]:
+    return log_probs * 0.0, {"tokens": state.get("tokens", 0.0) + float(mask.sum())}
+
+
+MARK = [0.0]
+
+
+@component
+def knows_its_own_list(log_probs: Tensor, state: dict) -> tuple[Tensor, dict]:
+    return log_probs * (1.0 if state.get("mark") is MARK else 2.0), {"mark": MARK}
+
+
+LAST: list[float] = []
+
+
+@component
+def remembers_elsewhere(rewards: Tensor) -> Tensor:
+    before = sum(LAST)
+    LAST[:] = rewards.tolist()
+    return rewards - before
+
+
+@component
+def ignores_its_width(log_ratio: Tensor, advantages: Tensor, *, width: float = 0.2) -> ClipResult:
+    return ClipResult(loss=-log_ratio.exp() * advantages)
+
+
 BROKEN = [
+    (
+        "regularizer",
+        counts_own_tokens,
+        "ranks_change_nothing",
+        r"rows \[0\] and \[1\] on two ranks make another step: state regularizer.counts_own_tokens.tokens was 2",
+    ),
+    (
+        "regularizer",
+        knows_its_own_list,
+        "state_survives_a_checkpoint",
+        "'knows_its_own_list': it goes on differently after its state was saved and loaded: loss was",
+    ),
+    (
+        "advantage_estimator",
+        remembers_elsewhere,
+        "evaluation_changes_nothing",
+        "'remembers_elsewhere': an evaluation in between changes what training does: advantages was",
+    ),
+    (
+        "clip_rule",
+        ignores_its_width,
+        "every_parameter_acts",
+        "'ignores_its_width': its parameter 'width' acts on nothing: 0.1, 0.4, .* give what 0.2 gives",
+    ),
     (
         "advantage_estimator",
         baseline_of_all,
@@ -222,6 +274,23 @@ def test_a_declaration_of_batch_statistic_lifts_the_cut_only() -> None:
     assert "masked_junk_changes_nothing" in held
 
 
+def test_on_policy_the_engine_is_the_policy_too() -> None:
+    @component
+    def by_the_sampler(log_probs: Tensor, advantages: Tensor, sampling_log_probs: Tensor) -> ClipResult:
+        ratio = (log_probs.detach() - sampling_log_probs).clamp(-20, 20).exp()
+        return ClipResult(loss=-ratio * advantages * log_probs, high=(ratio > 1) & (advantages > 0))
+
+    assert "the_gradient_on_policy_is_minus_the_advantage" in check_component("clip_rule", by_the_sampler)
+
+
+def test_a_rule_that_gathers_can_be_resolved() -> None:
+    @component(batch_statistic=True)
+    def above_average(log_ratio: Tensor, advantages: Tensor, gather: Callable[[Tensor], Tensor]) -> ClipResult:
+        return ClipResult(loss=-log_ratio.exp() * advantages / gather(torch.ones(1)).mean())
+
+    assert check_component("clip_rule", above_average, excepted={"extremes_are_finite"})
+
+
 def test_a_variant_that_breaks_a_property_is_named() -> None:
     variant = Variant(name="wrong", extends="dr_grpo", loss_aggregator=mean_over_the_micro_batch)
     with pytest.raises(NonConformance, match="^variant 'wrong': the rows cut into"):
@@ -278,3 +347,30 @@ def test_a_plugin_with_one_broken_component_fails() -> None:
 def test_lists_become_float64_exactly() -> None:
     assert make_rollout([0.1, 0.7]).rewards.tolist() == [0.1, 0.7]
     assert make_rollout([1.0], values=[[0.1]]).values.tolist() == [[0.1]]
+
+
+def test_a_verdict_says_what_excepts_a_component_from_the_contract() -> None:
+    local = check_component("loss_aggregator", "token_mean_local", excepted=["every_parameter_acts"])
+    assert local.exceptions == {
+        "the_cut_changes_no_gradient": "token_mean_local is declared batch_statistic",
+        "ranks_change_nothing": "token_mean_local is declared batch_statistic, and gathers nothing",
+        "every_parameter_acts": "excepted by the caller",
+    }
+    gspo = check_variant("gspo")
+    assert [*gspo.exceptions] == ["the_gradient_on_policy_is_minus_the_advantage"]
+
+
+def test_a_statistic_that_gathers_is_held_to_ranks() -> None:
+    @component(batch_statistic=True)
+    def centred_entropy(entropies: Tensor, mask: Tensor, gather: Callable) -> Tensor:
+        sums = torch.stack([torch.where(mask, entropies, 0.0).sum(), mask.sum()]).detach()
+        total, tokens = gather(sums[None]).sum(0)
+        return entropies - total / tokens
+
+    verdict = check_component("regularizer", centred_entropy)
+    assert "ranks_change_nothing" in verdict and "the_cut_changes_no_gradient" in verdict.exceptions
+
+
+def test_a_plugin_that_is_not_installed_is_named_with_the_nearest() -> None:
+    with pytest.raises(VariantError, match="No installed plugin or distribution of plugins named 'no-such-plugin'"):
+        check_plugin("no-such-plugin")

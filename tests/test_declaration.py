@@ -9,7 +9,7 @@ from typing import Any, Literal, Optional
 import pytest
 from torch import Tensor
 
-from trl_variants import VariantError, component
+from trl_variants import VariantError, component, resolve
 from trl_variants.components.clip_rules import ppo_clip
 from trl_variants.declaration import info_of
 from trl_variants.errors import did_you_mean, listing
@@ -65,6 +65,22 @@ def test_what_the_decorator_and_the_signature_say_is_recorded() -> None:
     assert INFO.summary == "Multiply advantages by a factor."
     assert (INFO.min_generations, INFO.group_centred, INFO.batch_statistic, INFO.after_kl) == (2, True, False, False)
     assert INFO.parameters["factor"].default == 0.5
+
+
+def test_the_least_generations_may_depend_on_a_parameter() -> None:
+    @component(min_generations=lambda p: 2 * p.k)
+    def best_of(rewards: Tensor, *, k: int = 3) -> Tensor:
+        return rewards / k
+
+    assert info_of(best_of).least_generations() == 6
+    recipe = resolve("grpo", {"advantage_estimator": {"name": best_of, "k": 4}, "advantage_normalizer": None})
+    assert (recipe.min_generations, recipe.advantage_estimator.min_generations) == (8, 8)
+    recipe.check_generations(8)
+    with pytest.raises(VariantError) as error:
+        recipe.check_generations(7)
+    assert str(error.value) == (
+        "advantage_estimator 'best_of' needs at least 8 generations per prompt; num_generations is 7."
+    )
 
 
 def test_the_bare_decorator_takes_name_and_defaults_from_the_function() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import trl_variants
 from trl_variants import KL, ClipResult, Variant, component, resolve, use
@@ -221,6 +222,18 @@ def test_proposals_and_demands_are_said() -> None:
     ]
     said[5] = "Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample)."
     assert needs(resolve(variant, registry=REGISTRY)) == said
+
+
+def test_a_rule_that_falls_back_on_the_policy_at_the_rollout_is_not_said_to_do_nothing() -> None:
+    @component
+    def drift(log_probs: Tensor, old_log_probs: Tensor, sampling_log_probs: Tensor | None = None) -> Tensor:
+        drawn_by = old_log_probs if sampling_log_probs is None else sampling_log_probs
+        return (log_probs - drawn_by < 1).to(log_probs.dtype)
+
+    assert needs(resolve(Variant(name="own", extends="reinforce", token_weight=drift), registry=REGISTRY))[-1] == (
+        "drift compares the policy with the generation engine's where it returns log-probs, as vLLM does; elsewhere "
+        "with the policy at the rollout."
+    )
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_every_input_of_a_slot_is_explained(slot: object) -> None:
 
 
 def test_the_public_names_are_those_of_the_design() -> None:
-    for_masks = set(_names("trl_variants.components.masked")) - {"LOG_BOUND", "counted", "precise"}
+    for_masks = set(_names("trl_variants.components.masked")) - {"LOG_BOUND", "bounded", "counted", "precise"}
     assert set(trl_variants.__all__) == for_masks | {
         "Advantages",
         "Batch",

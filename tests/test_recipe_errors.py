@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_variants import Advantages, ClipResult, Variant, VariantError, component, resolve
+from trl_variants import KL, Advantages, ClipResult, Variant, VariantError, component, resolve
 from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
 from trl_variants.testing import make_batch, make_rollout
@@ -237,6 +237,27 @@ def test_an_input_that_is_not_there_is_named() -> None:
     )
     assert message(of("grpo").loss, make_batch(advantages=[1.0])) == (
         "kl_estimator 'k3' needs ref_log_probs, and there is none here."
+    )
+
+
+@component
+def first_only(rewards_per_func: Tensor) -> Tensor:
+    return rewards_per_func[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"reward_shaper": "soft_overlong"}, "reward_shaper 'soft_overlong'"),
+        ({"kl": KL("k1", placement="sequence_reward", coef=0.1)}, "kl_placement 'sequence_reward'"),
+    ],
+)
+def test_a_change_to_the_reward_that_the_estimator_would_not_see_is_refused(change: Any, name: str) -> None:
+    assert of("dr_grpo", **change).advantage_estimator.name == "group_mean"
+    assert of("dr_grpo", advantage_estimator=first_only, kl=KL("k3", placement="loss", coef=0.1)).kl
+    assert message(of, "dr_grpo", advantage_estimator=first_only, **change) == (
+        f"{name} has no effect: advantage_estimator 'first_only' reads neither rewards nor token_rewards. Switch it "
+        "off, or use another advantage_estimator."
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from trl_variants import KL, Variant, VariantError, __version__, resolve, use
+from trl_variants.overrides import is_off
 from trl_variants.recipe import Recipe
 from trl_variants.registry import load_registry
-from trl_variants.resolution import is_off
 
 REGISTRY = load_registry("none")
 CLIP_RULES = ", ".join(f"{n} (trl-variants {__version__})" for n in sorted(REGISTRY.components("clip_rule")))

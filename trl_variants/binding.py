@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,12 +25,23 @@ States = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Bound:
-    """A component in a slot, with its parameters and its owner."""
+    """A component in a slot, with its parameters and its owner.
+
+    Attributes:
+        slot: The slot.
+        info: The component.
+        parameters: Its parameters and those that the slot adds, by name.
+        owner: Who registered it.
+        parts: For a component that names ``part_advantages``: of each part the estimator, then its normalizers.
+        place: Where it stands inside another component; "" for a slot of the variant.
+    """
 
     slot: str
     info: ComponentInfo
     parameters: Mapping[str, Any]
     owner: Owner
+    parts: tuple[tuple[Bound, ...], ...] = ()
+    place: str = ""
 
     @property
     def name(self) -> str:
@@ -39,7 +51,30 @@ class Bound:
     @property
     def key(self) -> str:
         """Where this component's state is kept."""
-        return f"{self.slot}.{self.info.name}"
+        return f"{self.slot}.{self.place}{self.info.name}"
+
+    @property
+    def with_parts(self) -> Iterator[Bound]:
+        """The components of its parts, in the order in which they run, and itself."""
+        for part in self.parts:
+            for bound in part:
+                yield from bound.with_parts
+        yield self
+
+    @property
+    def who(self) -> str:
+        """The component with its owner, for messages."""
+        return f"{self.slot} '{self.name}' ({self.owner})"
+
+    @cached_property
+    def own(self) -> dict[str, Any]:
+        """The parameters that the function takes: those of the slot are not among them."""
+        return {name: self.parameters[name] for name in self.info.parameters}
+
+    @property
+    def min_generations(self) -> int:
+        """Least completions per prompt, with these parameters."""
+        return self.info.least_generations(self.parameters)
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
@@ -98,27 +133,47 @@ class Workspace:
 
     def call(self, bound: Bound) -> Any:
         """Call a component with the inputs that it names, and check what it returns."""
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for name in bound.info.inputs:
-            value = self.states.get(bound.key, {}) if name == "state" else self[name]
+            value: Any
+            if name == "state":
+                value = self.states.get(bound.key, {})
+            elif name == "part_advantages":
+                value = [self.estimated(*part) for part in bound.parts]
+            else:
+                value = self[name]
             if value is None and bound.info.needs(name):
                 raise VariantError(f"{bound.slot} '{bound.name}' needs {name}, and there is none here.")
             arguments[name] = value
-        own = {name: bound.parameters[name] for name in bound.info.parameters}
         try:
-            result = bound.info.function(*arguments.values(), **own)
+            result = bound.info.function(*arguments.values(), **bound.own)
         except VariantError:
             raise
         except Exception as error:
-            raise VariantError(f"{bound.slot} '{bound.name}' ({bound.owner}) failed: {error}") from error
+            raise VariantError(f"{bound.who} failed: {error}") from error
         if "state" in bound.info.inputs:
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
                 raise VariantError(f"{bound.slot} '{bound.name}' names state, so it must return (output, new_state).")
             result, self.states[bound.key] = result
-            _check_state(f"{bound.slot} '{bound.name}' ({bound.owner})", self.states[bound.key])
+            _check_state(bound.who, self.states[bound.key])
         result = _checked(bound, result, self.inputs.get("mask"))
         self.outputs.append((bound, result))
         return result
+
+    def estimated(self, estimator: Bound, *normalizers: Bound) -> Advantages:
+        """Run an estimator and its normalizers; 0 for completions without any reward, and at masked positions.
+
+        The result is the input ``advantages`` from then on.
+        """
+        estimate: Advantages = self.call(estimator)
+        self["advantages"] = self._trained(estimate.advantages)
+        for normalizer in normalizers:
+            self["advantages"] = self._trained(self.call(normalizer))
+        return Advantages(self["advantages"], estimate.returns)
+
+    def _trained(self, advantages: Tensor) -> Tensor:
+        scored: Tensor = self.inputs["scored"]
+        return select(advantages, scored if advantages.dim() == 1 else scored[:, None] & self.mask)
 
     def require_finite(self) -> None:
         """Raise a `VariantError` that names the first value that is not finite at a valid place."""
@@ -128,51 +183,52 @@ class Workspace:
         for bound, result in self.outputs:
             for value in (result.loss,) if isinstance(result, ClipResult) else _tensors(result):
                 if not _finite(value, self.mask):
-                    raise VariantError(
-                        f"{bound.slot} '{bound.name}' ({bound.owner}) made a value that is not finite at a position "
-                        "that counts."
-                    )
+                    raise VariantError(f"{bound.who} made a value that is not finite at a position that counts.")
 
 
 def _checked(bound: Bound, result: Any, mask: Tensor | None) -> Any:
     """Check the type and shape of what a component returned."""
-    where = f"{bound.slot} '{bound.name}' ({bound.owner})"
     if bound.slot == "kl_controller":
         if isinstance(result, bool) or not isinstance(result, (int, float)):
-            raise VariantError(f"{where} returned {type(result).__name__}; it must return a number.")
+            raise VariantError(f"{bound.who} returned {type(result).__name__}; it must return a number.")
         if not 0 <= result < float("inf"):
-            raise VariantError(f"{where} returned {result}; a coefficient is finite and not negative.")
+            raise VariantError(f"{bound.who} returned {result}; a coefficient is finite and not negative.")
         return float(result)
+    if bound.slot == "token_weight" and result is None:
+        return None
     if bound.slot == "clip_rule":
         if not isinstance(result, ClipResult):
-            raise VariantError(f"{where} returned {type(result).__name__}; it must return a ClipResult.")
-        _check_shape(where, result.loss, bound.slot, mask)
+            raise VariantError(f"{bound.who} returned {type(result).__name__}; it must return a ClipResult.")
+        _check_shape(bound, result.loss, mask)
         for name in ("low", "high", "dual"):
             if getattr(result, name) is not None:
-                _check_shape(f"{where}: {name}", getattr(result, name), bound.slot, mask)
+                _check_shape(bound, getattr(result, name), mask, f": {name}")
         return result
     if bound.slot == "advantage_estimator":
         result = result if isinstance(result, Advantages) else Advantages(result)
-        _check_shape(where, result.advantages, bound.slot, mask)
-        if result.returns is not None and not isinstance(result.returns, Tensor):
-            raise VariantError(f"{where} returned returns of type {type(result.returns).__name__}; expected a tensor.")
-        if result.returns is not None and (mask is None or result.returns.shape != mask.shape):
-            raise VariantError(f"{where} returned returns of shape {tuple(result.returns.shape)}; expected (N, T).")
+        _check_shape(bound, result.advantages, mask)
+        targets = result.returns
+        if targets is not None and not isinstance(targets, Tensor):
+            raise VariantError(f"{bound.who} returned returns of type {type(targets).__name__}; expected a tensor.")
+        if targets is not None and (mask is None or targets.shape != mask.shape):
+            raise VariantError(f"{bound.who} returned returns of shape {tuple(targets.shape)}; expected (N, T).")
         return result
-    _check_shape(where, result, bound.slot, mask)
+    _check_shape(bound, result, mask)
     return result
 
 
-def _check_shape(where: str, value: Any, slot: str, mask: Tensor | None) -> None:
+def _check_shape(bound: Bound, value: Any, mask: Tensor | None, part: str = "") -> None:
+    shapes = SLOTS[bound.slot].shapes
+    if isinstance(value, Tensor) and mask is not None and value.shape == mask.shape and "NT" in shapes:
+        return  # the most common
     if not isinstance(value, Tensor):
-        raise VariantError(f"{where} returned {type(value).__name__}; it must return a tensor.")
+        raise VariantError(f"{bound.who}{part} returned {type(value).__name__}; it must return a tensor.")
     rows, tokens = mask.shape if mask is not None else (0, 0)
     sizes = {"": (), "N": (rows,), "NT": (rows, tokens), "N1": (rows, 1)}
-    wanted = [sizes[shape] for shape in SLOTS[slot].shapes]
+    wanted = [sizes[shape] for shape in shapes]
     if tuple(value.shape) not in wanted:
-        raise VariantError(
-            f"{where} returned a tensor of shape {tuple(value.shape)}; expected {' or '.join(map(str, wanted))}."
-        )
+        expected = " or ".join(map(str, wanted))
+        raise VariantError(f"{bound.who}{part} returned a tensor of shape {tuple(value.shape)}; expected {expected}.")
 
 
 def _check_state(where: str, state: Any) -> None:

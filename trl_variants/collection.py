@@ -105,6 +105,8 @@ def check_inputs(slot: Slot, info: ComponentInfo) -> None:
                 f"{slot.name} '{info.name}' names the input '{name}', which this slot does not have."
                 f"{did_you_mean(name, slot.inputs)} It may name: {listing(slot.inputs)}."
             )
+    if "part_advantages" in info.inputs and "parts" not in info.parameters:
+        raise VariantError(f"{slot.name} '{info.name}' names part_advantages, so it must have a parameter parts.")
     clash = [name for name in slot.parameters if name in info.parameters]
     if clash:
         raise VariantError(f"{slot.name} '{info.name}' has a parameter '{clash[0]}', which the slot itself adds.")

@@ -6,8 +6,8 @@ what stands at masked positions is selected away here, in value and gradient, so
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -111,7 +111,7 @@ FINITE = (
 )
 
 
-@cache
+@functools.cache
 def _names(kind: type[Any]) -> tuple[tuple[str, ...], frozenset[str]]:
     """The fields of a class, and those that may be None."""
     return tuple(f.name for f in fields(kind)), frozenset(f.name for f in fields(kind) if f.default is None)
@@ -164,7 +164,7 @@ class Rollout(_Tensors):
 
     Attributes:
         rewards: (N,) weighted sum of the reward functions, before any shaping.
-        scored: (N,) bool; False where every reward function returned None.
+        scored: (N,) bool; False where every reward function returned None, for the completion or for the greedy one.
         rewards_per_func: (N, F); NaN where a function returned None.
         reward_weights: (F,).
         group_ids: (N,) equal for the completions of one prompt, in any order.
@@ -215,8 +215,12 @@ class Rollout(_Tensors):
         for name in ("log_probs", "ref_log_probs", "sampling_log_probs", "values"):
             self._tensor(name, (rows, tokens))
         self._set("rewards", select(self.rewards, self.scored))
-        if not self.rewards.isfinite().all():
-            raise VariantError("Rollout.rewards holds a value that is not finite, at a completion that is scored.")
+        if self.greedy_rewards is not None:
+            self._set("greedy_rewards", select(self.greedy_rewards, self.scored))
+        for name in ("rewards", "greedy_rewards"):
+            value = getattr(self, name)
+            if value is not None and not value.isfinite().all():
+                raise VariantError(f"Rollout.{name} holds a value that is not finite, at a completion that is scored.")
         self._clean("log_probs", "ref_log_probs", "sampling_log_probs", "values")
 
     def first(self, rows: int) -> Rollout:
@@ -291,13 +295,11 @@ class Batch(_Tensors):
         A sum is one pass, a test of every element several. It may overflow, or meet junk, though all that counts is
         finite.
         """
-        # What is clean was checked as a rollout already, but for what a forward makes.
-        names = ("log_probs", "entropies", "values") if self.clean else FINITE
-        given = (*(getattr(self, name) for name in names), *more)
-        sums = [value.sum() for value in given if value is not None]
-        if len({total.dtype for total in sums}) > 1:
-            sums = [total.double() for total in sums]
-        return torch.stack(sums).sum()
+        # What is clean was checked as a rollout already, but for what a forward makes; and that shows in the ratio, and
+        # in the loss where a component uses it.
+        given = (*(getattr(self, name) for name in (() if self.clean else FINITE)), *more)
+        total: Tensor = functools.reduce(torch.add, (value.sum() for value in given if value is not None))
+        return total
 
     def tensors(self) -> dict[str, Any]:
         """The inputs that a component may name, by name."""

@@ -21,6 +21,8 @@ __all__ = ["ComponentInfo", "Parameter", "component", "info_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Check = Callable[[Any], "bool | str"]
+Least = int | Callable[[Any], int]
+Centred = bool | Callable[[Any], bool]
 _ATTRIBUTE = "__trl_variants_component__"
 
 
@@ -66,8 +68,8 @@ class ComponentInfo:
     paper: str | None = None
     formula: str | None = None
     check: Check | None = None
-    min_generations: int = 1
-    group_centred: bool = False
+    min_generations: Least = 1
+    group_centred: Centred = False
     batch_statistic: bool = False
     length_weighted: bool = False
     level: Literal["token", "sequence", "one"] = "token"
@@ -76,6 +78,24 @@ class ComponentInfo:
     def needs(self, name: str) -> bool:
         """Whether this component cannot run without the input ``name``."""
         return name in self.inputs and name not in self.optional_inputs
+
+    def least_generations(self, parameters: Mapping[str, Any] | None = None) -> int:
+        """``min_generations`` with these parameters, or with the defaults."""
+        declared: int = self._declared(self.min_generations, parameters)
+        return declared
+
+    def centres_groups(self, parameters: Mapping[str, Any] | None = None) -> bool:
+        """``group_centred`` with these parameters, or with the defaults."""
+        declared: bool = self._declared(self.group_centred, parameters)
+        return declared
+
+    def _declared(self, value: Any, parameters: Mapping[str, Any] | None) -> Any:
+        """A declaration that may be a function of the parameters."""
+        if not callable(value):
+            return value
+        if parameters is None:
+            parameters = {name: parameter.default for name, parameter in self.parameters.items()}
+        return value(SimpleNamespace(**parameters))
 
     @property
     def summary(self) -> str:
@@ -124,8 +144,8 @@ def component(
     paper: str | None = None,
     formula: str | None = None,
     check: Check | None = None,
-    min_generations: int = 1,
-    group_centred: bool = False,
+    min_generations: Least = 1,
+    group_centred: Centred = False,
     batch_statistic: bool = False,
     length_weighted: bool = False,
     level: Literal["token", "sequence", "one"] = "token",
@@ -142,8 +162,9 @@ def component(function: F | None = None, /, *, name: str | None = None, **declar
         paper: Address of the paper.
         formula: What it computes, in LaTeX; ``{parameter}`` stands for a parameter's value.
         check: Takes an object with the bound parameters as attributes; returns True, or what is wrong.
-        min_generations: Least completions per prompt with which it makes sense.
-        group_centred: A group of equal rewards gives exactly 0.
+        min_generations: Least completions per prompt with which it makes sense: a number, or a function of the bound
+            parameters, such as ``lambda p: p.k``.
+        group_centred: A group of equal rewards gives exactly 0: True, or a function of the bound parameters.
         batch_statistic: Depends by definition on the micro-batch or the step, so the cut may change it.
         length_weighted: Means to weigh sequences by their length.
         level: For importance ratios: one per token, one per sequence, or the constant one.

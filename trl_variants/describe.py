@@ -28,6 +28,7 @@ __all__ = [
     "models",
     "needs",
     "number",
+    "package_versions",
     "plain",
     "recipe_dict",
     "settings_of",
@@ -48,7 +49,7 @@ def slots_of(recipe: Recipe) -> dict[str, tuple[Bound, ...]]:
     """The components of every slot, by the slot's name, in the order of `SLOTS`; the KL slots are empty without KL."""
     filled: dict[str, tuple[Bound, ...]] = {slot: () for slot in SLOTS}
     for bound in recipe.components:
-        filled[bound.slot] += (bound,)
+        filled[bound.slot] += () if bound.place else (bound,)
     return filled
 
 
@@ -76,6 +77,8 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     parts = {} if kl is None else {"estimator": kl.estimator, "placement": kl.placement, "controller": kl.controller}
     return {
         "variant": recipe.variant.name,
+        "distribution": recipe.owner and recipe.owner.distribution,
+        "version": recipe.owner and (recipe.owner.version or None),
         "summary": recipe.variant.summary,
         "paper": recipe.variant.paper,
         "slots": slots,
@@ -100,6 +103,7 @@ def _component_dict(bound: Bound) -> dict[str, Any]:
         "distribution": bound.owner.distribution,
         "version": bound.owner.version or None,
         "paper": bound.info.paper,
+        **({"parts": [[_component_dict(inner) for inner in part] for part in bound.parts]} if bound.parts else {}),
     }
 
 
@@ -115,14 +119,20 @@ def plain(value: Any) -> Any:
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
+    every = [bound.owner for bound in recipe.components] + ([recipe.owner] if recipe.owner else [])
+    owners = {owner.distribution: owner.version for owner in every if owner.version}
+    return {**package_versions(), **owners}
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those that a result depends on, as far as they are installed."""
     versions = {"python": platform.python_version(), "trl-variants": __version__}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    owners = {bound.owner.distribution: bound.owner.version for bound in recipe.components if bound.owner.version}
-    return {**versions, **owners}
+    return versions
 
 
 # -- models and needs --------------------------------------------------------------------------
@@ -175,7 +185,7 @@ def _readers(recipe: Recipe, inputs: Iterable[str]) -> str:
 def needs(recipe: Recipe) -> list[str]:
     """Return what the recipe asks of the run, and what it refuses, in sentences."""
     variant, least = recipe.variant, recipe.min_generations
-    demanding = ", ".join(b.name for b in recipe.components if b.info.min_generations == least)
+    demanding = ", ".join(b.name for b in recipe.components if b.min_generations == least)
     said = [
         f"At least {least} completions per prompt (num_generations), for {demanding}."
         if least > 1
@@ -192,15 +202,27 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"At most {steps} per rollout; more is refused.")
     if recipe.needs_rollout_log_probs:
         said.append("Scores every rollout once more before learning, for its log-probs.")
+    if recipe.needs("greedy_rewards"):
+        readers = _readers(recipe, ("greedy_rewards",))
+        said.append(f"Generates and scores one greedy completion of each distinct prompt besides, for {readers}.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
+    if recipe.needs("greedy_rewards"):
+        readers = _readers(recipe, ("greedy_rewards",))
+        said.append(f"A greedy completion of every prompt, generated and rewarded besides, for {readers}.")
     if variant.sampling == "resample":
         said.append("Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample).")
     elif recipe.sample_filters:
         said.append("Rows that the filter drops are masked, not replaced by new ones (sampling: mask).")
     for bound in recipe.components:
         if "sampling_log_probs" in bound.info.optional_inputs:
-            said.append(f"{bound.name} acts only where the generation engine returns log-probs, as vLLM does.")
+            if {"log_probs", "old_log_probs"} <= set(bound.info.inputs):
+                said.append(
+                    f"{bound.name} compares the policy with the generation engine's where it returns log-probs, as "
+                    "vLLM does; elsewhere with the policy at the rollout."
+                )
+            else:
+                said.append(f"{bound.name} acts only where the generation engine returns log-probs, as vLLM does.")
         if bound.info.batch_statistic:
             said.append(f"{bound.name} depends on how a step is cut into micro-batches.")
     return said

@@ -87,7 +87,10 @@ def register_clip_rules() -> Components:  # type: ignore[empty-body]
 
 @hookspec
 def register_token_weights() -> Components:  # type: ignore[empty-body]
-    """Components that return factors on the policy loss, ``(B, T)`` or ``(B, 1)``; KL is added after them."""
+    """Components that return factors on the policy loss, ``(B, T)`` or ``(B, 1)``; KL is added after them.
+
+    None stands for 1 everywhere: nothing to weigh, as where the engine of a rollout correction returned no log-probs.
+    """
 
 
 @hookspec

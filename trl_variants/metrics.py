@@ -124,7 +124,7 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
     trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
     mask = _end_to_end(part.mask for part in parts)
-    tokens = mask.sum()
+    tokens = mask.count_nonzero()
     v = {name: _end_to_end(part.values[name] for part in parts) for name in parts[0].values}
 
     def mean(values: Tensor) -> Metric:
@@ -133,7 +133,7 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
     out = {"approx_kl": mean(k3(v["old_log_probs"], v["log_probs"]))}
     if "entropies" in v:
         out["entropy"] = mean(v["entropies"])
-    out |= _clips(parts, mask)
+    out |= _clips(parts)
     if "kl" in v:
         out["kl"] = mean(v["kl"])
         out["kl/k3"] = mean(k3(v["log_probs"], v["ref_log_probs"])) if "ref_log_probs" in v else out["kl"]
@@ -150,31 +150,34 @@ def _end_to_end(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _clips(parts: Sequence[Observed], mask: Tensor) -> dict[str, Metric]:
+def _clips(parts: Sequence[Observed]) -> dict[str, Metric]:
     """Shares of what the clip rule says it clipped, and the least and largest share of any completion."""
-    names = list(parts[0].clipped)
+    names = [*parts[0].clipped]
     if not names:
         return {}
-    rows = torch.tensor([width for part in parts for width in [part.mask.shape[1]] * len(part.mask)])
-    if any(part.clipped[names[0]].shape != part.mask.shape for part in parts):  # one for a completion
-        mask, rows = torch.cat([part.mask.any(1) for part in parts]), torch.ones_like(rows)
-    flags = {name: _end_to_end(part.clipped[name] for part in parts) & mask for name in names}
+    if "low" in names and "high" in names:
+        names.append("region")
+    counts = torch.cat([_clipped_of(part) for part in parts], dim=1)  # (flags and what they are of, completions)
+    *clipped, count = counts.sum(1)
+    out = {f"clip_ratio/{name}_mean": Metric(total, count) for name, total in zip(names, clipped, strict=True)}
+    shares = (counts[:-1] / counts[-1]).unbind()
+    empty, some = counts[-1] == 0, count.clamp(max=1)
+    for name, share in zip(names, shares, strict=True):
+        if name == "low":
+            out["clip_ratio/low_min"] = Metric(share.masked_fill(empty, torch.inf).amin(), some, "min")
+        if name == "high":
+            out["clip_ratio/high_max"] = Metric(share.masked_fill(empty, -torch.inf).amax(), some, "max")
+    return out
+
+
+def _clipped_of(part: Observed) -> Tensor:
+    """How many tokens of each completion were clipped, by flag, and at last how many there are; (flags + 1, B)."""
+    flags, mask = dict(part.clipped), part.mask
+    if next(iter(flags.values())).shape != mask.shape:  # one for a completion
+        mask = mask.count_nonzero(1)[:, None] > 0
     if "low" in flags and "high" in flags:
         flags["region"] = flags["low"] | flags["high"]
-    clipped, count = torch.stack(list(flags.values())), mask.sum()
-    out = {f"clip_ratio/{name}_mean": Metric(t, count) for name, t in zip(flags, clipped.sum(1), strict=True)}
-    row = torch.arange(len(rows)).repeat_interleave(rows).to(mask.device)
-    per_row = clipped.new_zeros(len(clipped) + 1, len(rows), dtype=torch.long)
-    per_row.index_add_(1, row, torch.cat([clipped, mask[None]]).long())
-    shares = per_row[:-1, per_row[-1] > 0] / per_row[-1, per_row[-1] > 0]
-    some = count.clamp(max=1)
-    for name, share in zip(flags, shares, strict=True):
-        if name == "low":
-            out["clip_ratio/low_min"] = Metric(share.amin() if len(share) else share.new_tensor(torch.inf), some, "min")
-        if name == "high":
-            most = share.amax() if len(share) else share.new_tensor(-torch.inf)
-            out["clip_ratio/high_max"] = Metric(most, some, "max")
-    return out
+    return (torch.stack([*flags.values(), mask]) & mask).count_nonzero(2)
 
 
 def _mean(values: Tensor, mask: Tensor | None = None) -> Metric:

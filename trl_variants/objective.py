@@ -8,7 +8,7 @@ twice (``\frac{n}{{horizon}}``). A component without a formula stands there by i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -72,6 +72,10 @@ def _lines(recipe: Recipe) -> Iterator[str]:
         yield _definition(ratio, _RATIO)
     yield from _weights(recipe.token_weights)
     yield _definition(recipe.advantage_estimator, _ADVANTAGE)
+    for index, (estimator, *normalizers) in enumerate(recipe.advantage_estimator.parts, 1):
+        own = [_definition(estimator, _ADVANTAGE)]
+        own += [_as_estimated(_definition(n, _ADVANTAGE, r"\leftarrow"), estimator) for n in normalizers]
+        yield from (line.replace(r"\hat A", rf"\hat A^{{({index})}}") for line in own)
     for normalizer in recipe.advantage_normalizers:
         yield _as_estimated(_definition(normalizer, _ADVANTAGE, r"\leftarrow"), recipe.advantage_estimator)
 
@@ -122,6 +126,7 @@ def _unsaid(bound: Bound) -> str:
         name
         for name, value in bound.parameters.items()
         if name not in slot_own
+        and not (name == "parts" and bound.parts)  # each has lines of its own
         and not (bound.slot == "kl_placement" and name == "weighted")
         and (not formula or (f"{{{name}}}" not in formula and value != defaults[name]))
     ]
@@ -241,6 +246,8 @@ def number(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(number, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {number(item)}' for key, item in value.items())}}}"
     if not isinstance(value, float):
         return str(value)
     if value == int(value) and abs(value) < 1e9:

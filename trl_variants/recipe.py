@@ -15,9 +15,10 @@ from torch import Tensor
 
 from trl_variants import metrics
 from trl_variants.binding import Bound, States, Workspace
-from trl_variants.components.masked import LOG_BOUND, masked_sum, select
+from trl_variants.components.masked import bounded, masked_sum
 from trl_variants.data import Batch, Metric, Rollout
 from trl_variants.errors import VariantError
+from trl_variants.registry import Owner
 from trl_variants.variant import Variant
 
 __all__ = ["AdvantageResult", "BoundKL", "LossResult", "Recipe"]
@@ -88,7 +89,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A variant with every component bound. Made by `resolve`."""
+    """A variant with every component bound, and who registered it. Made by `resolve`."""
 
     variant: Variant
     sample_filters: tuple[Bound, ...]
@@ -101,6 +102,7 @@ class Recipe:
     token_weights: tuple[Bound, ...]
     regularizers: tuple[Bound, ...]
     loss_aggregator: Bound
+    owner: Owner | None = None
 
     @torch.no_grad()
     def keep(self, rollout: Rollout, *, states: States | None = None) -> Tensor:
@@ -159,16 +161,13 @@ class Recipe:
             if shaper.info.after_kl:
                 x.reshape_rewards(shaper)
 
-        estimate = x.call(self.advantage_estimator)
-        x["advantages"] = self._trained(estimate.advantages, rollout)
-        for normalizer in self.advantage_normalizers:
-            x["advantages"] = self._trained(x.call(normalizer), rollout)
+        estimate = x.estimated(self.advantage_estimator, *self.advantage_normalizers)
 
         x.require_finite()
         if self.kl and self.kl.measured:
             x["measured_kl"], x["measured_sequence_kl"] = metrics.measured_kl(x["kl"], rollout.mask)
         return AdvantageResult(
-            advantages=x["advantages"],
+            advantages=estimate.advantages,
             returns=estimate.returns,
             keep=x["keep"],
             rewards=x["rewards"],
@@ -204,13 +203,15 @@ class Recipe:
         x = Workspace({**batch.tensors(), "kl_coef": self.kl_coef(kl_coef), "gather": gather}, states)
 
         log_ratio = x.call(self.importance_ratio)
-        x["log_ratio"] = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
-        weights = [x.call(weight).detach() for weight in self.token_weights]
-        x["token_weights"] = functools.reduce(torch.mul, weights) if weights else torch.ones_like(log_ratio[:, :1])
+        x["log_ratio"] = bounded(log_ratio)
+        weights = [weight.detach() for bound in self.token_weights if (weight := x.call(bound)) is not None]
+        by_rule = "token_weights" in self.clip_rule.info.inputs
+        if weights or by_rule:
+            x["token_weights"] = functools.reduce(torch.mul, weights, torch.ones_like(log_ratio[:, :1]))
 
         clip = x.call(self.clip_rule)
-        by_rule = not weights or "token_weights" in self.clip_rule.info.inputs
-        x["per_token_loss"] = (clip.loss if by_rule else clip.loss * x["token_weights"]).expand_as(batch.log_probs)
+        weighted = clip.loss * x["token_weights"] if weights and not by_rule else clip.loss
+        x["per_token_loss"] = weighted.expand_as(batch.log_probs)
         if self.kl and not self.kl.in_reward:
             x["kl"] = x.call(self.kl.estimator)
             x["per_token_loss"] = x.call(self.kl.placement)
@@ -226,7 +227,7 @@ class Recipe:
             loss = loss + term.parameters["coef"] * share
 
         with torch.no_grad():
-            finite = (loss + batch.sum_of_all(log_ratio)).isfinite()
+            finite = batch.sum_of_all(loss, log_ratio).isfinite()
         if not finite:
             x.require_finite()
             if not loss.isfinite():
@@ -245,7 +246,8 @@ class Recipe:
         yield from (*self.sample_filters, *self.reward_shapers)
         if self.kl:
             yield from (self.kl.estimator, self.kl.placement, self.kl.controller)
-        yield from (self.advantage_estimator, *self.advantage_normalizers, self.importance_ratio, *self.token_weights)
+        yield from (*self.advantage_estimator.with_parts, *self.advantage_normalizers)
+        yield from (self.importance_ratio, *self.token_weights)
         yield from (self.clip_rule, self.loss_aggregator, *self.regularizers)
 
     def needs(self, name: str) -> bool:
@@ -260,19 +262,20 @@ class Recipe:
     @property
     def needs_rollout_log_probs(self) -> bool:
         """Whether the policy's log-probs must be known before learning starts."""
-        return bool(self.kl and self.kl.measured) or self.advantage_estimator.info.needs("log_probs")
+        by_estimator = any(bound.info.needs("log_probs") for bound in self.advantage_estimator.with_parts)
+        return bool(self.kl and self.kl.measured) or by_estimator
 
     @property
     def min_generations(self) -> int:
         """Least completions per prompt."""
-        return max(bound.info.min_generations for bound in self.components)
+        return max(bound.min_generations for bound in self.components)
 
     def check_generations(self, num_generations: int) -> None:
         """Raise a `VariantError` if a component needs more completions per prompt."""
         for bound in self.components:
-            if bound.info.min_generations > num_generations:
+            if bound.min_generations > num_generations:
                 raise VariantError(
-                    f"{bound.slot} '{bound.name}' needs at least {bound.info.min_generations} generations per prompt; "
+                    f"{bound.slot} '{bound.name}' needs at least {bound.min_generations} generations per prompt; "
                     f"num_generations is {num_generations}."
                 )
 
@@ -283,12 +286,6 @@ class Recipe:
         for sample_filter in self.sample_filters:
             keep = keep & x.call(sample_filter).bool()
         return keep
-
-    @staticmethod
-    def _trained(advantages: Tensor, rollout: Rollout) -> Tensor:
-        """0 for completions without any reward, and at masked positions."""
-        rows = rollout.scored if advantages.dim() == 1 else rollout.scored[:, None] & rollout.mask
-        return select(advantages, rows)
 
     def _next_kl_coef(self, x: Workspace, kl_coef: float) -> float | None:
         return float(x.call(self.kl.controller)) if self.kl else None

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
-__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "load_registry"]
+__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "installed_plugins", "load_registry", "plugin_named"]
 
 ENTRY_POINT_GROUP = "trl_variants"
 ENVIRONMENT = "TRL_VARIANTS_PLUGINS"
@@ -84,6 +84,17 @@ class Registry:
     def reward_functions(self) -> Mapping[str, Callable[..., Any]]:
         """Reward functions by name."""
         return MappingProxyType({name: function for name, (function, _) in self._reward_functions.items()})
+
+    @property
+    def disputed(self) -> Mapping[tuple[str, str], list[Owner]]:
+        """Names that two plugins register, with both, by slot (or ``variant``, ``reward_function``) and name."""
+        return MappingProxyType(self._disputed)
+
+    def owned(self, owner: Owner) -> Iterator[tuple[str, str]]:
+        """What a plugin registered and nobody disputes: (slot, name) of components, then ("variant", name)."""
+        for slot, components in self._components.items():
+            yield from ((slot, name) for name, registered in components.items() if registered.owner == owner)
+        yield from (("variant", name) for name, (_, whose) in self._variants.items() if whose == owner)
 
     def components(self, slot: str) -> Mapping[str, Registered]:
         """Components of a slot, by name."""
@@ -174,6 +185,19 @@ class Registry:
         if owner not in self.plugins:
             self.plugins.append(owner)
 
+    def load(self, source: str) -> None:
+        """Load a dotted module or a ``.py`` file that is not installed as a plugin.
+
+        Raises:
+            VariantError: It cannot be imported, or registers something wrong.
+        """
+        try:
+            self.add(_import(source), Owner(source, source, ""))
+        except VariantError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
+
     def _known(self, kind: str, name: str) -> tuple[object, Owner] | None:
         if kind == "variant":
             return self._variants.get(name)
@@ -203,16 +227,15 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
         plugins = os.environ.get(ENVIRONMENT, "auto")
     if isinstance(plugins, str) and plugins not in ("auto", "none"):
         plugins = [name.strip() for name in plugins.split(",") if name.strip()]
-    # In an order of their own, so that the order in which they were installed or found decides nothing.
-    installed = sorted(metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (_owner(point), point.name))
-    names = [point.name for point in installed]
+    installed = installed_plugins()
+    names = [point.name for _, point in installed]
     for name in () if isinstance(plugins, str) else plugins:
         if name not in names:
             raise VariantError(
                 f"No installed plugin named '{name}'.{did_you_mean(name, names)} Installed: {listing(names)}."
             )
-    for point in installed:
-        owner, asked = _owner(point), not isinstance(plugins, str) and point.name in plugins
+    for owner, point in installed:
+        asked = not isinstance(plugins, str) and point.name in plugins
         if not asked and plugins != "auto":
             continue
         try:
@@ -223,13 +246,31 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
             registry.broken.append(BrokenPlugin(owner, error))
             warnings.warn(f"The plugin '{point.name}' of {owner} could not be loaded: {error!r}", stacklevel=2)
     for source in extra:
-        try:
-            registry.add(_import(source), Owner(source, source, ""))
-        except VariantError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
+        registry.load(source)
     return registry
+
+
+def installed_plugins() -> list[tuple[Owner, metadata.EntryPoint]]:
+    """Every installed plugin, in an order of its own: that in which they were installed or found decides nothing."""
+    return sorted(
+        ((_owner(point), point) for point in metadata.entry_points(group=ENTRY_POINT_GROUP)), key=lambda pair: pair[0]
+    )
+
+
+def plugin_named(name: str) -> str:
+    """The entry point of a plugin, named by itself or by its distribution.
+
+    Raises:
+        VariantError: Nothing that is installed has the name.
+    """
+    points = installed_plugins()
+    known = {name: owner.plugin for owner, _ in points for name in (owner.distribution, owner.plugin)}
+    if name not in known:
+        raise VariantError(
+            f"No installed plugin or distribution of plugins named '{name}'.{did_you_mean(name, known)} Installed: "
+            f"{listing(sorted(known)) or 'none'}."
+        )
+    return known[name]
 
 
 def _owner(point: metadata.EntryPoint) -> Owner:

@@ -1,7 +1,7 @@
 """A rehearsal: the recipe run once on a tiny made-up batch, so that what cannot run is found before a model is loaded.
 
-It finds wrong shapes and types, components that return nothing, and a loss per sequence that an aggregator would weigh
-by length.
+It finds wrong shapes and types, components that return nothing, a loss per sequence that an aggregator would weigh by
+length, and changes to the reward that the estimator would not see.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
         recipe: What to run.
         max_length: The length limit of a completion, where it is known.
     """
+    _require_seen_rewards(recipe)
     estimate = recipe.advantages(_rollout(max(2, recipe.min_generations), max_length))
     if estimate.returns is None and recipe.needs("returns"):
         reader = next(bound for bound in recipe.components if bound.info.needs("returns"))
@@ -41,6 +42,7 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
     clip = Workspace(batch.tensors())
     clip["log_ratio"] = clip.call(recipe.importance_ratio)
     clip["token_weights"] = torch.ones(2, 1)
+    clip["gather"] = lambda tensor: tensor
     per_sequence = clip.call(recipe.clip_rule).loss.shape[1] == 1
     declared = recipe.clip_rule.info.length_weighted or recipe.loss_aggregator.info.length_weighted
     if per_sequence and not declared and _weighs_by_length(recipe, batch):
@@ -48,6 +50,20 @@ def rehearse(recipe: Recipe, max_length: int = 1 << 30) -> None:
             f"importance_ratio '{recipe.importance_ratio.name}' makes one loss per sequence, and loss_aggregator "
             f"'{recipe.loss_aggregator.name}' would weigh it by the sequence's length. Use loss_aggregator: "
             "seq_mean_token_mean, or importance_ratio: sequence_token."
+        )
+
+
+def _require_seen_rewards(recipe: Recipe) -> None:
+    """What changes the reward needs an estimator that reads the changed one."""
+    estimators = [bound for bound in recipe.advantage_estimator.with_parts if bound.slot == "advantage_estimator"]
+    if any({"rewards", "token_rewards"} & set(bound.info.inputs) for bound in estimators):
+        return
+    changes = [*recipe.reward_shapers, *([recipe.kl.placement] if recipe.kl and recipe.kl.in_reward else [])]
+    if changes:
+        raise VariantError(
+            f"{changes[0].slot} '{changes[0].name}' has no effect: advantage_estimator "
+            f"'{recipe.advantage_estimator.name}' reads neither rewards nor token_rewards. Switch it off, or use "
+            "another advantage_estimator."
         )
 
 

@@ -5,27 +5,26 @@ Nothing here loads a model. What `resolve` accepts can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trl_variants.binding import Bound
 from trl_variants.collection import check_inputs
 from trl_variants.declaration import info_of
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.overrides import VARIANT_SLOTS, apply_overrides, as_list, as_use, is_off, override_slot
+from trl_variants.rebuilding import is_file, owner_in, rebuilt
 from trl_variants.recipe import BoundKL, Recipe
 from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.rehearsal import rehearse
 from trl_variants.slots import SLOTS
 from trl_variants.variant import INHERIT, KL, Use, Variant
 
-__all__ = ["apply_overrides", "flatten", "is_off", "resolve"]
+__all__ = ["flatten", "resolve"]
 
-#: Slots that a variant and its overrides name directly; the three KL slots are named inside ``kl``.
-VARIANT_SLOTS = tuple(name for name in SLOTS if not name.startswith("kl_"))
-SETTINGS = ("critic", "reshuffle", "sampling")
-OVERRIDES = (*VARIANT_SLOTS, "kl", *SETTINGS)
-KL_KEYS = tuple(f.name for f in fields(KL))
+#: What a part of a blend consists of.
+PART_SLOTS = ("advantage_estimator", "advantage_normalizer")
 
 
 def resolve(
@@ -34,7 +33,7 @@ def resolve(
     """Bind every slot of a variant.
 
     Args:
-        variant: Name of a registered variant, or a `Variant`.
+        variant: Name of a registered variant, the ``variant.json`` of a run, or a `Variant`.
         overrides: By slot, as in a config: ``{slot: name}``, ``{slot: {name: ..., param: ...}}``, ``{slot: {param:
             ...}}``, a list for slots that take several, or null, ``none``, false or [] to switch a slot off.
         registry: Where names are looked up; `load_registry()` when left out.
@@ -70,15 +69,26 @@ def resolve(
         token_weights=lists["token_weight"],
         regularizers=lists["regularizer"],
         loss_aggregator=lists["loss_aggregator"][0],
+        owner=_owner(variant, registry),
     )
     _check_across(recipe)
     rehearse(recipe)
     return recipe
 
 
+def _owner(variant: str | Variant, registry: Registry) -> Owner | None:
+    """Who registered a variant; None for one that was given itself."""
+    if is_file(variant):
+        return owner_in(str(variant))
+    return registry.owner("variant", variant) if isinstance(variant, str) else None
+
+
 def flatten(variant: str | Variant, registry: Registry) -> Variant:
     """Follow ``extends`` to the end, and fill in what no variant said."""
-    flat = registry.variant(variant) if isinstance(variant, str) else variant
+    if is_file(variant):
+        flat = rebuilt(str(variant), registry)
+    else:
+        flat = registry.variant(variant) if isinstance(variant, str) else variant
     if not isinstance(flat, Variant):
         raise VariantError(f"variant must be a name or a Variant, not {type(variant).__name__}.")
     seen = [flat.name]
@@ -100,114 +110,11 @@ def flatten(variant: str | Variant, registry: Registry) -> Variant:
     return replace(flat, **{name: value for name, value in defaults.items() if getattr(flat, name) is INHERIT})
 
 
-def is_off(value: Any) -> bool:
-    """Whether a value switches a slot off: None, False, an empty list, or ``none``."""
-    if isinstance(value, str):
-        return value.lower() in ("none", "null", "off")
-    return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
-
-
-# -- overrides -------------------------------------------------------------------------------
-
-
-def apply_overrides(variant: Variant, overrides: Mapping[str, Any]) -> Variant:
-    """Return the variant with a config's overrides applied."""
-    if not isinstance(overrides, Mapping):
-        raise VariantError(f"variant_overrides must be a mapping by slot, not {type(overrides).__name__}.")
-    changes: dict[str, Any] = {}
-    for key, value in overrides.items():
-        if key not in OVERRIDES:
-            inside = f" Write kl: {{{key.removeprefix('kl_')}: ...}}." if key.startswith("kl_") else ""
-            raise VariantError(
-                f"variant_overrides has no key '{key}'.{inside or did_you_mean(key, OVERRIDES)} "
-                f"Keys: {listing(OVERRIDES)}."
-            )
-        if key == "kl":
-            changes[key] = _override_kl(variant, value)
-        elif key == "reshuffle":
-            changes[key] = False if is_off(value) else value
-        elif key in SETTINGS:
-            changes[key] = None if is_off(value) else value
-        else:
-            changes[key] = _override_slot(key, value, _as_list(getattr(variant, key)))
-    return replace(variant, **changes)
-
-
-def _override_slot(slot: str, value: Any, current: Sequence[Any]) -> Any:
-    if is_off(value):
-        return ()
-    if isinstance(value, (list, tuple)):
-        if not SLOTS[slot].many:
-            raise VariantError(f"{slot} takes one component, not a list.")
-        return tuple(_override_one(slot, item, current) for item in value)
-    return _override_one(slot, value, current)
-
-
-def _override_one(slot: str, value: Any, current: Sequence[Any]) -> Any:
-    """One component as a config writes it: a name, or a mapping with or without a name."""
-    if isinstance(value, Use):
-        return value
-    uses = [_as_use(item) for item in current]
-    if isinstance(value, str) or callable(value):
-        value = {"name": value}
-    if not isinstance(value, Mapping):
-        raise VariantError(f"{slot} must be a name or a mapping, not {value!r}.")
-    name = value.get("name")
-    if name is None:
-        if not uses:
-            raise VariantError(f"{slot} is empty here, so the override must name a component: {{name: ...}}.")
-        if len(uses) != 1:
-            raise VariantError(
-                f"{slot} holds {len(uses)} components here, so the override must say which: {{name: ...}}."
-            )
-        name = uses[0].component
-    # The variant's own component keeps the variant's parameters; another one starts from its defaults.
-    same = [use for use in uses if use.component == name]
-    kept = same[0].parameters if same else {}
-    return Use(name, {**kept, **{key: item for key, item in value.items() if key != "name"}})
-
-
-def _override_kl(variant: Variant, value: Any) -> KL | None:
-    if is_off(value):
-        return None
-    if isinstance(value, KL):
-        return value
-    if not isinstance(value, Mapping):
-        raise VariantError(f"kl must be a mapping with the keys {listing(KL_KEYS)}, or none; not {value!r}.")
-    for key in value:
-        if key not in KL_KEYS:
-            raise VariantError(f"kl has no key '{key}'.{did_you_mean(key, KL_KEYS)} Keys: {listing(KL_KEYS)}.")
-    base = {} if is_off(variant.kl) else {key: getattr(variant.kl, key) for key in KL_KEYS}
-    absent = [key for key in ("estimator", "placement", "coef") if key not in {**base, **value}]
-    if absent:
-        raise VariantError(
-            f"variant '{variant.name}' has no KL of its own, so kl must also set {listing(absent)}; for example kl: "
-            "{estimator: k3, placement: loss, coef: 0.04}."
-        )
-    parts = {
-        key: _override_one(f"kl_{key}", item, [base[key]] if key in base else [])
-        if key in ("estimator", "placement", "controller")
-        else item
-        for key, item in value.items()
-    }
-    return KL(**{**base, **parts})
-
-
 # -- binding ---------------------------------------------------------------------------------
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is INHERIT or value is None or value is False:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _as_use(value: str | Callable[..., Any] | Use) -> Use:
-    return value if isinstance(value, Use) else Use(value)
-
-
 def _bind_list(slot: str, value: Any, registry: Registry) -> tuple[Bound, ...]:
-    items = _as_list(value)
+    items = as_list(value)
     if slot == "importance_ratio":
         items = items or ["none"]
     elif len(items) == 1 and is_off(items[0]):
@@ -216,18 +123,21 @@ def _bind_list(slot: str, value: Any, registry: Registry) -> tuple[Bound, ...]:
         raise VariantError(f"{slot} cannot be switched off. Registered: {listing(sorted(registry.components(slot)))}.")
     if len(items) > 1 and not SLOTS[slot].many:
         raise VariantError(f"{slot} takes one component, not a list.")
-    bound = tuple(_bind(slot, item, registry) for item in items)
+    return _each_once(tuple(_bind(slot, item, registry) for item in items))
+
+
+def _each_once(bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
     names = [b.name for b in bound]
-    twice = [name for name in names if names.count(name) > 1]
+    twice = [b for b in bound if names.count(b.name) > 1]
     if twice:
-        raise VariantError(f"{slot} lists '{twice[0]}' more than once.")
+        raise VariantError(f"{twice[0].slot} lists '{twice[0].name}' more than once.")
     return bound
 
 
-def _bind(slot: str, value: Any, registry: Registry) -> Bound:
+def _bind(slot: str, value: Any, registry: Registry, place: str = "") -> Bound:
     if not (isinstance(value, (str, Use)) or callable(value)):
         raise VariantError(f"{slot} must be a name, a component or use(...), not {value!r}.")
-    use = _as_use(value)
+    use = as_use(value)
     if isinstance(use.component, str):
         registered = registry.component(slot, use.component)
         info, owner = registered.info, registered.owner
@@ -236,7 +146,27 @@ def _bind(slot: str, value: Any, registry: Registry) -> Bound:
         check_inputs(SLOTS[slot], info)
         module = str(getattr(use.component, "__module__", "?"))
         owner = Owner(module, module, "")
-    return Bound(slot, info, info.bind(slot, use.parameters, SLOTS[slot].parameters), owner)
+    parameters = info.bind(slot, use.parameters, SLOTS[slot].parameters)
+    parts = _bind_parts(info.name, parameters["parts"], registry) if "part_advantages" in info.inputs else ()
+    return Bound(slot, info, parameters, owner, parts, place)
+
+
+def _bind_parts(owner: str, parts: Any, registry: Registry) -> tuple[tuple[Bound, ...], ...]:
+    """The estimators inside an estimator, each with its normalizers."""
+    bound = []
+    for number, part in enumerate(parts, 1):
+        where = f"advantage_estimator '{owner}', part {number}"
+        if not isinstance(part, Mapping):
+            raise VariantError(f"{where} must be a mapping with the keys {listing(PART_SLOTS)}, not {part!r}.")
+        for key in part:
+            if key not in PART_SLOTS:
+                raise VariantError(f"{where} has no key '{key}'.{did_you_mean(key, PART_SLOTS)}")
+        if is_off(part.get("advantage_estimator")):
+            raise VariantError(f"{where} has no advantage_estimator.")
+        chosen = [(slot, use) for slot in PART_SLOTS for use in as_list(override_slot(slot, part.get(slot), ()))]
+        made = [_bind(slot, use, registry, place=f"part {number}.") for slot, use in chosen]
+        bound.append((made[0], *_each_once(tuple(made[1:]))))
+    return tuple(bound)
 
 
 def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
@@ -251,7 +181,7 @@ def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
         raise VariantError(f"kl: coef must be a number, not {kl.coef!r}.") from error
     if not 0 <= coef < float("inf") or isinstance(kl.coef, bool):
         raise VariantError(f"kl: coef must be a number of at least 0, not {kl.coef!r}.")
-    placement = _as_use(kl.placement)
+    placement = as_use(kl.placement)
     if kl.weighted is not False:
         placement = Use(placement.component, {**placement.parameters, "weighted": kl.weighted})
     bound = BoundKL(
@@ -277,7 +207,7 @@ def _check_critic(recipe: Recipe) -> None:
                         f"{bound.slot} '{bound.name}' needs {name}, and variant '{variant.name}' has no critic."
                     )
         return
-    if not recipe.advantage_estimator.info.needs("values"):
+    if not any(bound.info.needs("values") for bound in recipe.advantage_estimator.with_parts):
         raise VariantError(
             f"variant '{variant.name}' has a critic, and advantage_estimator '{recipe.advantage_estimator.name}' does "
             "not read its values. Use advantage_estimator: gae, or critic: none and no value_loss."

@@ -28,8 +28,9 @@ ROLLOUT_INPUTS: Mapping[str, str] = MappingProxyType(
         "rewards_per_func": "(N, F) what each reward function returned, NaN where it returned None",
         "reward_weights": "(F,) the weights of the reward functions",
         "reward_names": "the F names of the reward functions, as a tuple of strings",
+        "part_advantages": "a list of Advantages, one for each entry of the component's parameter ``parts``",
         "greedy_rewards": "(N,) reward of the greedy completion of each row's prompt, generated besides",
-        "scored": "(N,) bool, False where every reward function returned None",
+        "scored": "(N,) bool, False where every reward function returned None, or did for the greedy completion",
         "group_ids": "(N,) equal for the completions of one prompt",
         "mask": "(N, T) bool, True where a token counts",
         "lengths": "(N,) tokens of each completion as generated",
@@ -73,7 +74,7 @@ LEARNING_INPUTS: Mapping[str, str] = MappingProxyType(
         "rewards": "(B,) rewards of the completions",
         "scored": "(B,) bool, False where every reward function returned None",
         "totals": "Totals of the optimizer step that this micro-batch belongs to",
-        "gather": "a function that concatenates a tensor over all ranks along its first dimension",
+        "gather": "a function that concatenates a tensor over all ranks by rows; each rank may have another number",
         "step": "the number of the optimizer step, an int",
         "state": "a dict of the component's own, saved in checkpoints",
     }
@@ -113,6 +114,7 @@ class Slot:
 
 _ROWS = ("scored", "group_ids", "mask", "lengths", "truncated", "has_eos", "max_length", "keep", "state")
 _REWARDS = ("rewards", "token_rewards", "rewards_per_func", "reward_weights", "reward_names")
+_OF_ESTIMATORS = ("part_advantages", "greedy_rewards", "values", "final_values", "log_probs", "ref_log_probs")
 _LEARNING = ("mask", "totals", "gather", "step", "state")
 
 SLOTS: Mapping[str, Slot] = MappingProxyType(
@@ -155,7 +157,7 @@ SLOTS: Mapping[str, Slot] = MappingProxyType(
             Slot(
                 "advantage_estimator",
                 "rollout",
-                (*_REWARDS, *_ROWS, "greedy_rewards", "values", "final_values", "log_probs", "ref_log_probs"),
+                (*_REWARDS, *_ROWS, *_OF_ESTIMATORS),
                 ("N", "NT"),
                 "how much better than expected",
             ),

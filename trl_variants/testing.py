@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.conformance import NonConformance, check_component, check_plugin, check_variant
+from trl_variants.conformance import NonConformance, Verdict, check_component, check_plugin, check_variant
+from trl_variants.conformance.ranks import on_ranks
 from trl_variants.conformance.training import train_config
 from trl_variants.data import Batch, Rollout, Totals
 
 __all__ = [
     "NonConformance",
+    "Verdict",
     "check_component",
     "check_plugin",
     "check_variant",
     "make_batch",
     "make_rollout",
+    "on_ranks",
     "train_config",
 ]
 

@@ -28,9 +28,9 @@ _SCRIPT_LETTERS = {"L": "ℒ", "J": "𝒥", "D": "𝒟", "E": "ℰ", "F": "ℱ",
 _BLACKBOARD_LETTERS = {"E": "𝔼", "R": "ℝ", "1": "𝟙"}
 _ACCENTS = {"hat": "\u0302", "bar": "\u0304", "tilde": "\u0303", "widehat": "\u0302", "overline": "\u0304"}
 _SUBSCRIPTS = str.maketrans("0123456789+-aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ")
-_SUPERSCRIPTS = str.maketrans("0123456789+-inlst", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁱⁿˡˢᵗ")
+_SUPERSCRIPTS = str.maketrans("0123456789+-()iknlst", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁱᵏⁿˡˢᵗ")
 _INDEX = re.compile(r"(?:[aehijklmnoprstuvx]|-?\d+)(?:[+-](?:[aehijklmnoprstuvx]|\d+))?")
-_POWER = re.compile(r"[+-]?(?:\d+|[inlst])(?:[+-](?:\d+|[inlst]))?")
+_POWER = re.compile(r"[+-]?(?:\d+|[inlst])(?:[+-](?:\d+|[inlst]))?|\((?:\d+|[iknlst])\)")
 #: Stands behind the name of a function until it is known whether a space must follow.
 _APPLY = "\u2061"
 

@@ -33,7 +33,7 @@ from trl_variants.data import Totals
 from trl_variants.trainer.microbatches import plain_cut
 from trl_variants.trainer.passes import Scored
 
-TURNS = 25
+TURNS = 60
 MICRO_BATCHES = 8
 SIZES = ((8, "equal"), (8, "long"), (64, "equal"), (64, "long"))
 #: Variant of ours, and what stock needs for the same objective.

@@ -17,12 +17,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
 from tests import tiny
 from tests.trainer import runs
 from trl_variants import KL, use
+from trl_variants.trainer.batch import gather_ragged
 
 ADAPTIVE = use("adaptive", target=0.01, horizon=80)
 LORA = {"peft_config": lambda: LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")}
@@ -200,6 +202,9 @@ def main(folder: Path) -> None:
     for name in CASES:
         torch.save(run(name, folder / name, per_device=2, accumulation=2), folder / f"{name}-{rank}.pt")
     resumed(folder, rank)
+    accelerator = Accelerator()
+    rows = [torch.arange(3 * rank), torch.full((2 - rank, 2), float(rank)), torch.tensor([rank])]
+    torch.save([gather_ragged(tensor, accelerator) for tensor in rows], folder / f"gathered-{rank}.pt")
 
 
 def resumed(folder: Path, rank: int) -> None:

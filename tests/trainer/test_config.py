@@ -37,7 +37,14 @@ OWNED: dict[str, tuple[Any, str]] = {
     "vllm_importance_sampling_cap": (2.0, "token_weight: {clip_max: ...}"),
 }
 PLUGIN = " (with a component that does this, from a plugin)"
-OWNED |= {name: (0.5, f"token_weight: ...{PLUGIN}") for name in ("top_entropy_quantile", "off_policy_mask_threshold")}
+OWNED["top_entropy_quantile"] = (
+    0.5,
+    "token_weight: [{name: high_entropy_mask, top_entropy_quantile: ...}, rollout_correction]",
+)
+OWNED["off_policy_mask_threshold"] = (
+    0.5,
+    "token_weight: [{name: off_policy_mask, threshold: ...}, rollout_correction]",
+)
 OWNED |= {
     name: (1.0, f"clip_rule: ...{PLUGIN}")
     for name in (
@@ -65,8 +72,10 @@ def refused(folder: Any, *args: Any, **settings: Any) -> str:
 @pytest.mark.parametrize("name", OWNED)
 def test_a_setting_that_the_variant_decides_is_refused_with_the_override_to_use(name: str, tmp_path: Any) -> None:
     value, override = OWNED[name]
+    plugins = {"high_entropy_mask": "trl-variants-entropy", "off_policy_mask": "trl-variants-offpolicy"}
+    home = "".join(f" {part} is in the plugin {plugin}." for part, plugin in plugins.items() if part in override)
     assert refused(tmp_path, **{name: value}) == (
-        f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
+        f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}.{home}"
     )
 
 

@@ -20,7 +20,9 @@ from trl_variants import VariantTrainer
 
 GRPO = (GRPOTrainer, GRPOConfig)
 RLOO = (RLOOTrainer, RLOOConfig)
-ORACLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+#: A trainer of TRL's, its config class, and settings.
+Oracle = tuple[Any, Any, dict[str, Any]]
+ORACLES: dict[str, Oracle] = {
     "trl_grpo": (*GRPO, {"loss_type": "grpo", "beta": 0.04}),
     "trl_dapo": (*GRPO, {}),
     "trl_dr_grpo": (*GRPO, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
@@ -63,10 +65,10 @@ class Run:
 
 
 def stock(
-    variant: str, folder: Any, model: Any, rewards: Any = tiny.low_words, given: Any = None, **settings: Any
+    oracle: str | Oracle, folder: Any, model: Any, rewards: Any = tiny.low_words, given: Any = None, **settings: Any
 ) -> Run:
-    """A run of TRL's own trainer; ``given`` are further arguments of its constructor."""
-    trainer, config, options = ORACLES[variant]
+    """A run of TRL's own trainer, that of a variant or another; ``given`` are more arguments of its constructor."""
+    trainer, config, options = ORACLES[oracle] if isinstance(oracle, str) else oracle
     merged = {**tiny.SETTINGS, **SGD, "num_generations": 4, **options, **settings}
     return Run(
         lambda: trainer(

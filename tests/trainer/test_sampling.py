@@ -693,5 +693,5 @@ def test_a_column_that_a_reward_fills_only_at_times_is_none_elsewhere(tmp_path: 
 
 
 def test_fewer_prompts_than_a_rollout_takes_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(VariantError, match="The dataset has 1 prompts, and a rollout takes 2"):
+    with pytest.raises(VariantError, match="The training dataset has 1 prompts, and one rollout takes 2"):
         runs.build(tmp_path, "dapo", rows=1).train()

@@ -121,6 +121,14 @@ def test_the_cases_resample_in_several_rounds_and_carry(name: str, launched: Pat
     assert [int(rank["own_carried"][2].sum()) for rank in ranks] == [6, 2]
 
 
+def test_what_a_component_gathers_may_have_other_rows_on_each_rank(launched: Path) -> None:
+    for rank in (0, 1):  # the first has no row of the first tensor, two of the second
+        none, some, one = torch.load(launched / f"gathered-{rank}.pt")
+        assert none.tolist() == [0, 1, 2]
+        assert some.tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+        assert one.tolist() == [0, 1]
+
+
 def test_the_cases_warm_up_and_stop(launched: Path) -> None:
     steps = {name: torch.load(launched / f"{name}-1.pt", weights_only=False) for name in ("warm_up", "target_kl")}
     none = {name: [gradient is None for gradient in step["gradients"]] for name, step in steps.items()}

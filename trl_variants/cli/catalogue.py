@@ -102,7 +102,7 @@ def _component(slot: Slot, registered: Registered) -> dict[str, Any]:
         "summary": info.summary,
         "parameters": parameters,
         "inputs": list(info.inputs),
-        "min_generations": info.min_generations,
+        "min_generations": info.least_generations(),
         "formula": info.formula,
         "paper": info.paper,
         **_owned(registered.owner),

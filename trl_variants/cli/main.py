@@ -126,6 +126,22 @@ def table(plugins: Plugins = None, json: Json = False, markdown: Markdown = Fals
     verb.run(load(plugins), form)
 
 
+@app.command()
+def doctor(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only loading, names and versions, without the conformance kit.")
+    ] = False,
+    plugins: Plugins = None,
+    json: Json = False,
+) -> None:
+    """Hold everything that is installed to the contract; list what is broken, disputed, shadowed or incompatible."""
+    from trl_variants.cli import doctor as verb
+    from trl_variants.cli.output import chosen
+
+    if verb.run(tuple(plugins or ()), not quick, chosen(json, False)):
+        raise typer.Exit(1)
+
+
 # Verbs that need the trainer are registered from here on. Their modules import trl inside the functions, so that the
 # verbs above start without it.
 

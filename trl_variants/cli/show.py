@@ -34,9 +34,10 @@ from trl_variants.describe import (
     recipe_dict,
     slots_of,
 )
+from trl_variants.overrides import OVERRIDES
 from trl_variants.recipe import Recipe
 from trl_variants.registry import Registry
-from trl_variants.resolution import OVERRIDES, resolve
+from trl_variants.resolution import resolve
 from trl_variants.variant import INHERIT
 
 __all__ = ["run"]

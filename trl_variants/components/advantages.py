@@ -58,7 +58,7 @@ def _centred(rewards: Tensor, scored: Tensor, group_ids: Tensor, zero_constant: 
     paper="https://arxiv.org/abs/2402.03300",
     formula=r"\hat A_i = r_i - \mathrm{mean}(r_1, \dots, r_G)",
     min_generations=2,
-    group_centred=True,
+    group_centred=lambda p: p.zero_constant,
 )
 def group_mean(rewards: Tensor, scored: Tensor, group_ids: Tensor, *, zero_constant: bool = True) -> Tensor:
     """The reward minus the mean of its group.
@@ -89,7 +89,7 @@ def group_mean(rewards: Tensor, scored: Tensor, group_ids: Tensor, *, zero_const
     paper="https://arxiv.org/abs/2402.14740",
     formula=r"\hat A_i = r_i - \frac{1}{G-1} \sum_{j \neq i} r_j",
     min_generations=2,
-    group_centred=True,
+    group_centred=lambda p: p.zero_constant,
 )
 def leave_one_out(rewards: Tensor, scored: Tensor, group_ids: Tensor, *, zero_constant: bool = True) -> Tensor:
     """The reward minus the mean of the others in its group.

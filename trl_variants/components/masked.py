@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "LOG_BOUND",
     "at_last_token",
+    "bounded",
     "bounded_exp",
     "counted",
     "discounted_sum",
@@ -29,6 +30,17 @@ __all__ = [
 LOG_BOUND = 20.0
 
 
+def bounded(x: Tensor) -> Tensor:
+    """x within +-20; the gradient is 0 where it is cut.
+
+    Example:
+        >>> bounded(torch.tensor([0.5, -1000.0]))
+        tensor([  0.5000, -20.0000])
+    """
+    # As clamp does, whose gradient takes four passes; this one takes one.
+    return torch.nn.functional.hardtanh(x, -LOG_BOUND, LOG_BOUND)
+
+
 def bounded_exp(x: Tensor) -> Tensor:
     """exp(x) with x bounded to +-20, in value and gradient.
 
@@ -36,7 +48,7 @@ def bounded_exp(x: Tensor) -> Tensor:
         >>> bounded_exp(torch.tensor([0.0, 1000.0]))
         tensor([1.0000e+00, 4.8517e+08])
     """
-    return torch.exp(x.clamp(-LOG_BOUND, LOG_BOUND))
+    return torch.exp(bounded(x))
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
@@ -46,7 +58,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
         >>> select(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
         tensor([1., 0.])
     """
-    return torch.where(mask.bool(), x, x.new_zeros(()))
+    return torch.where(mask.bool(), x, 0.0 if x.is_floating_point() else x.new_zeros(()))
 
 
 def counted(x: Tensor, mask: Tensor) -> Tensor:
@@ -63,8 +75,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of ``x`` where ``mask``; 0 where nothing is left."""
     mask = mask.expand_as(x)
-    count = mask.sum() if dim is None else mask.sum(dim)
-    return masked_sum(x, mask, dim) / count.clamp(min=1)
+    return masked_sum(x, mask, dim) / mask.count_nonzero(dim).clamp(min=1)
 
 
 def masked_std(x: Tensor, mask: Tensor, correction: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = ["batch_std", "group_std"]
     formula=r"\hat A_i \leftarrow \hat A_i \,/\, (\mathrm{std}_{{correction}}(r_1, \dots, r_G) + {eps})",
     check=lambda p: p.correction in (0, 1) or "correction must be 0 (population) or 1 (sample)",
     min_generations=2,
-    group_centred=True,
+    group_centred=lambda p: p.zero_constant,
 )
 def group_std(
     advantages: Tensor,

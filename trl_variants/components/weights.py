@@ -35,11 +35,11 @@ def rollout_correction(
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask",
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Correct for the generation engine's probabilities differing from the trainer's.
 
     w = π_old / π_sampler, per token, or their product per sequence; outside [clip_min, clip_max] it is clipped
-    (``truncate``) or set to 0 (``mask``). Where the engine returns no log-probs (generation by transformers), 1.
+    (``truncate``) or set to 0 (``mask``).
 
     Args:
         old_log_probs: (B, T) of the trainer's policy at the rollout, in nats.
@@ -50,7 +50,8 @@ def rollout_correction(
         clip_min: Lower bound, or None.
 
     Returns:
-        (B, T) for the token modes, (B, 1) for the sequence modes.
+        (B, T) for the token modes, (B, 1) for the sequence modes; None, for 1, where the engine returns no log-probs
+        (generation by transformers).
 
     References:
         Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025; TRL 1.16.
@@ -61,7 +62,7 @@ def rollout_correction(
         tensor([[2., 1.]])
     """
     if sampling_log_probs is None:
-        return torch.ones_like(old_log_probs[:, :1])
+        return None
     difference = select((old_log_probs - sampling_log_probs).detach(), mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         difference = masked_sum(difference, mask, dim=1)[:, None]

@@ -6,20 +6,35 @@ raises `NonConformance`, which names the component, what came out and the smalle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from trl_variants.conformance.inputs import hosts
 from trl_variants.conformance.properties import PROPERTIES
 from trl_variants.conformance.running import NonConformance, Subject
 from trl_variants.declaration import info_of
-from trl_variants.errors import VariantError, listing
-from trl_variants.registry import Owner, Registry, load_registry
+from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.registry import Owner, Registry, load_registry, plugin_named
 from trl_variants.resolution import resolve
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Use, Variant
 
-__all__ = ["PROPERTIES", "NonConformance", "check_component", "check_plugin", "check_variant"]
+__all__ = ["PROPERTIES", "NonConformance", "Verdict", "check_component", "check_plugin", "check_variant"]
+
+
+class Verdict(tuple[str, ...]):
+    """The properties that something was held to, each of which it has.
+
+    Attributes:
+        exceptions: What excepts it from further ones, by their names: a declaration of its own, or the caller's word.
+    """
+
+    exceptions: Mapping[str, str]
+
+    def __new__(cls, held: Iterable[str], exceptions: Mapping[str, str]) -> Verdict:
+        made = super().__new__(cls, held)
+        made.exceptions = dict(exceptions)
+        return made
 
 
 def check_component(
@@ -29,7 +44,7 @@ def check_component(
     parameters: Mapping[str, Any] | None = None,
     registry: Registry | None = None,
     excepted: Collection[str] = (),
-) -> tuple[str, ...]:
+) -> Verdict:
     """Hold one component to the contract.
 
     Args:
@@ -40,7 +55,7 @@ def check_component(
         excepted: Names of properties that it is not held to.
 
     Returns:
-        Names of the properties that it was held to, each of which it has.
+        Its verdict: names of the properties that it was held to, each of which it has.
 
     Raises:
         NonConformance: It breaks one.
@@ -52,17 +67,19 @@ def check_component(
     """
     registry = registry or load_registry("none")
     info = registry.component(slot, component).info if isinstance(component, str) else info_of(component)
-    held: list[str] = []
+    verdicts: list[Verdict] = []
     for host in hosts(slot, info, Use(component, dict(parameters or {}))):
         recipe = resolve(host, registry=registry)
         bound = next(b for b in recipe.components if b.slot == slot and b.name == info.name)
-        held += _held(Subject(recipe, bound), excepted)
-    return tuple(dict.fromkeys(held))
+        verdicts.append(_verdict(Subject(recipe, bound), excepted))
+    held = dict.fromkeys(name for verdict in verdicts for name in verdict)
+    exceptions = {name: why for verdict in verdicts for name, why in verdict.exceptions.items() if name not in held}
+    return Verdict(held, exceptions)
 
 
 def check_variant(
     variant: str | Variant, registry: Registry | None = None, *, excepted: Collection[str] = ()
-) -> tuple[str, ...]:
+) -> Verdict:
     """Hold a whole variant to the contract.
 
     Args:
@@ -71,47 +88,56 @@ def check_variant(
         excepted: Names of properties that it is not held to.
 
     Returns:
-        Names of the properties that it was held to, each of which it has.
+        Its verdict: names of the properties that it was held to, each of which it has.
 
     Raises:
         NonConformance: It breaks one.
         VariantError: It does not exist, or does not resolve.
     """
-    return _held(Subject(resolve(variant, registry=registry or load_registry("none"))), excepted)
+    return _verdict(Subject(resolve(variant, registry=registry or load_registry("none"))), excepted)
 
 
-def check_plugin(
-    plugin: object, *, excepted: Mapping[str, Collection[str]] | None = None
-) -> dict[str, tuple[str, ...]]:
+def check_plugin(plugin: object, *, excepted: Mapping[str, Collection[str]] | None = None) -> dict[str, Verdict]:
     """Register a plugin beside the built-ins and hold everything that it registers to the contract.
 
     Args:
-        plugin: A module or object with ``@hookimpl`` functions.
+        plugin: A module or object with ``@hookimpl`` functions, or the name of an installed distribution or plugin.
         excepted: Properties to leave out, by the name of a component or variant.
 
     Returns:
-        For each ``slot.name`` and ``variant.name``, the properties that it was held to.
+        For each ``slot.name`` and ``variant.name`` its verdict: the properties that it was held to.
 
     Raises:
         NonConformance: Something breaks a property.
         VariantError: It does not register, or something of it does not resolve.
     """
-    name = str(getattr(plugin, "__name__", type(plugin).__name__))
-    registry, before = load_registry("none"), load_registry("none")
-    registry.add(plugin, Owner(name, name, ""))
+    if isinstance(plugin, str):
+        point = plugin_named(plugin)
+        registry = load_registry([point])
+        owner = next(owner for owner in registry.plugins if owner.plugin == point)
+    else:
+        registry, name = load_registry("none"), str(getattr(plugin, "__name__", type(plugin).__name__))
+        owner = Owner(name, name, "")
+        registry.add(plugin, owner)
     excepted = excepted or {}
-    out: dict[str, tuple[str, ...]] = {}
-    for slot in SLOTS:
-        for new in registry.components(slot).keys() - before.components(slot).keys():
-            out[f"{slot}.{new}"] = check_component(slot, new, registry=registry, excepted=excepted.get(new, ()))
-    for new in registry.variants.keys() - before.variants.keys():
-        out[f"variant.{new}"] = check_variant(new, registry, excepted=excepted.get(new, ()))
-    return out
+    return {
+        f"{slot}.{name}": check_component(slot, name, registry=registry, excepted=excepted.get(name, ()))
+        if slot in SLOTS
+        else check_variant(name, registry, excepted=excepted.get(name, ()))
+        for slot, name in registry.owned(owner)
+    }
 
 
-def _held(subject: Subject, excepted: Collection[str]) -> tuple[str, ...]:
+def _verdict(subject: Subject, excepted: Collection[str]) -> Verdict:
     names = [check.__name__ for check in PROPERTIES]
     unknown = [name for name in excepted if name not in names]
     if unknown:
-        raise VariantError(f"There is no property '{unknown[0]}'. Properties: {listing(names)}.")
-    return tuple(check.__name__ for check in PROPERTIES if check.__name__ not in excepted and check(subject))
+        raise VariantError(
+            f"There is no property '{unknown[0]}'.{did_you_mean(unknown[0], names)} Properties: {listing(names)}."
+        )
+    found = {check.__name__: check(subject) for check in PROPERTIES if check.__name__ not in excepted}
+    exceptions = {name: result for name, result in found.items() if isinstance(result, str)}
+    return Verdict(
+        (name for name, result in found.items() if result is True),
+        {**exceptions, **dict.fromkeys(excepted, "excepted by the caller")},
+    )

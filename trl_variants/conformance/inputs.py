@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_variants.data import Totals
+from trl_variants.data import Advantages, Totals
 from trl_variants.declaration import ComponentInfo
 from trl_variants.slots import SLOTS
 from trl_variants.variant import KL, Use, Variant
@@ -120,6 +120,7 @@ class Case:
             **(self.rollout() if rollout else self.batch(per_token=True)),
             **{name: normal(*shape) for name in names},
             "token_weights": normal(*shape).abs(),
+            "part_advantages": [Advantages(normal(*shape))],
             "keep": torch.ones(self.rows, dtype=torch.bool),
             "measured_kl": 0.3,
             "measured_sequence_kl": 2.0,
@@ -210,7 +211,7 @@ def _changes(slot: str, info: ComponentInfo, component: Use) -> Iterator[dict[st
     elif slot == "sample_filter":
         yield {slot: component, "advantage_normalizer": "batch_std"}
     elif slot == "advantage_normalizer":
-        yield {slot: component, **({"advantage_estimator": "group_mean"} if info.group_centred else {})}
+        yield {slot: component, **({"advantage_estimator": "group_mean"} if info.centres_groups() else {})}
     elif slot == "importance_ratio":
         yield {slot: component, **({"clip_rule": "policy_gradient"} if info.level == "one" else {})}
     elif slot == "clip_rule":

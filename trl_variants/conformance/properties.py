@@ -1,4 +1,8 @@
-"""The properties, one function each: it returns whether it applies, and raises `NonConformance` where it is broken."""
+"""The properties, one function each.
+
+It returns True where it holds, False where there is nothing to hold to it, or the declaration that excepts the
+component from it; and it raises `NonConformance` where it is broken.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,15 @@ import torch
 from torch import Tensor
 
 from trl_variants.binding import Bound, States
+from trl_variants.conformance.acting import every_parameter_acts
 from trl_variants.conformance.inputs import FLOATS, Case, pick
+from trl_variants.conformance.lifetimes import (
+    evaluation_changes_nothing,
+    ranks_change_nothing,
+    state_survives_a_checkpoint,
+)
 from trl_variants.conformance.running import Subject, bare, joined, outcome, watched
-from trl_variants.data import Batch, ClipResult, Rollout
+from trl_variants.data import Advantages, Batch, ClipResult, Rollout
 
 __all__ = ["PROPERTIES"]
 
@@ -64,7 +74,7 @@ def row_order_decides_nothing(subject: Subject) -> bool:
 def constant_groups_get_zero(subject: Subject) -> bool:
     """Where declared ``group_centred``: completions that are equal in all get exactly 0, in float32 too."""
     chain = [b for b in subject.bounds if b.slot in ("advantage_estimator", "advantage_normalizer")]
-    if not chain or not all(bound.info.group_centred for bound in chain):
+    if not chain or not all(bound.info.centres_groups(bound.parameters) for bound in chain):
         return False
     least = subject.recipe.min_generations
     size = max(8, least)
@@ -82,10 +92,13 @@ def constant_groups_get_zero(subject: Subject) -> bool:
     return True
 
 
-def the_cut_changes_no_gradient(subject: Subject) -> bool:
+def the_cut_changes_no_gradient(subject: Subject) -> bool | str:
     """Cutting a step into micro-batches, trimmed, changes neither gradient nor metrics; not for `batch_statistic`."""
-    if not subject.runs_in("learning") or any(bound.info.batch_statistic for bound in subject.bounds):
+    if not subject.runs_in("learning"):
         return False
+    for bound in subject.bounds:
+        if bound.info.batch_statistic:
+            return f"{bound.name} is declared batch_statistic"
     for case, per_token in itertools.product(subject.cases(), (False, True)):
         given, rows = case.batch(per_token), range(case.rows)
         whole = outcome(subject.recipe, given)
@@ -95,17 +108,19 @@ def the_cut_changes_no_gradient(subject: Subject) -> bool:
     return True
 
 
-def the_gradient_on_policy_is_minus_the_advantage(subject: Subject) -> bool:
+def the_gradient_on_policy_is_minus_the_advantage(subject: Subject) -> bool | str:
     """At ratio 1 a clip rule's gradient with respect to log pi is -A, and it reports nothing clipped."""
     rule = subject.recipe.clip_rule
-    if subject.bound not in (None, rule) or subject.recipe.importance_ratio.info.level == "sequence":
+    if subject.bound not in (None, rule):
         return False
+    if subject.recipe.importance_ratio.info.level == "sequence":
+        return f"{subject.recipe.importance_ratio.name} gives every token its sequence's mean gradient"
     on_policy = replace(subject.recipe, kl=None, regularizers=(), token_weights=())
     plain = replace(rule, info=replace(rule.info, function=_plain, inputs=("log_probs", "advantages"), parameters={}))
     reference = replace(on_policy, clip_rule=plain)
     for case, per_token in itertools.product(subject.cases(), (False, True)):
         given = case.batch(per_token)
-        given["old_log_probs"] = given["log_probs"]
+        given["old_log_probs"] = given["sampling_log_probs"] = given["log_probs"]  # current, old and sampler are one
         got, want = outcome(on_policy, given), outcome(reference, given)
         clipped = {n: float(v) for n, v in got.items() if n.startswith("metric clip_ratio") and abs(float(v)) > 0}
         if clipped:
@@ -213,20 +228,28 @@ def inputs_and_states_are_left_alone(subject: Subject) -> bool:
 def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor):
         return isinstance(new, Tensor) and torch.equal(old.nan_to_num(), new.detach().nan_to_num())
+    if isinstance(old, Advantages):
+        return _equal(vars(old), vars(new))
+    if isinstance(old, list):
+        return isinstance(new, list) and len(old) == len(new) and all(map(_equal, old, new))
     if isinstance(old, dict):
         return isinstance(new, dict) and old.keys() == new.keys() and all(_equal(old[k], new[k]) for k in old)
     return callable(old) or bool(old == new)
 
 
 #: All of them, in the order in which they are checked.
-PROPERTIES: tuple[Callable[[Subject], bool], ...] = (
+PROPERTIES: tuple[Callable[[Subject], bool | str], ...] = (
     masked_junk_changes_nothing,
     row_order_decides_nothing,
     constant_groups_get_zero,
     the_cut_changes_no_gradient,
+    ranks_change_nothing,
     the_gradient_on_policy_is_minus_the_advantage,
     floats_are_wide,
     extremes_are_finite,
     unscored_rows_count_for_nothing,
     inputs_and_states_are_left_alone,
+    state_survives_a_checkpoint,
+    evaluation_changes_nothing,
+    every_parameter_acts,
 )

@@ -65,8 +65,11 @@ class Subject:
                 yield fewer
 
     def bare_inputs(self, case: Case) -> Iterator[tuple[Bound, dict[str, Any]]]:
-        """The component and what its bare function takes, if it reads a mask: advantages in both shapes."""
-        if self.bound is None or "mask" not in self.bound.info.inputs:
+        """The component and what its bare function takes, if it reads a mask: advantages in both shapes.
+
+        Not one that is made of parts, whose outputs are clean before it sees them.
+        """
+        if self.bound is None or "mask" not in self.bound.info.inputs or self.bound.parts:
             return
         bound, every = self.bound, case.inputs(self.bound.slot)
         found = [every]
@@ -106,12 +109,12 @@ def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = No
         values = {name: value for name, value in found.items() if value is not None}
         if done.next_kl_coef is not None:
             values["next_kl_coef"] = _number(done.next_kl_coef)
-        return {**_valid(values, given["mask"]), **_metrics(done.metrics), **_numbers(done.states)}
-    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
+        return {**_valid(values, given["mask"]), **_metrics(done.metrics), **numbers_of(done.states)}
+    leaves = leaves_of(given)
     batch: dict[str, Any] = {**given, **leaves}
     result = recipe.loss(Batch(**batch), states=states)
-    gradients = _gradients(result.loss, leaves)
-    return {"loss": result.loss.detach(), **gradients, **_metrics(result.metrics), **_numbers(result.states)}
+    gradients = gradients_of(result.loss, leaves)
+    return {"loss": result.loss.detach(), **gradients, **_metrics(result.metrics), **numbers_of(result.states)}
 
 
 def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
@@ -128,36 +131,62 @@ def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
     parts = {f.name: getattr(result, f.name) for f in fields(result)} if isinstance(result, named) else {"it": result}
     values = _valid({name: torch.as_tensor(v) for name, v in parts.items() if v is not None}, mask)
     uneven = [(v * torch.arange(1, v.numel() + 1).view(v.shape)).sum() for v in values.values() if v.requires_grad]
-    gradients = _gradients(sum(uneven, torch.zeros(())), leaves) if leaves else {}
+    gradients = gradients_of(sum(uneven, torch.zeros(())), leaves) if leaves else {}
     return {
         **{name: value.detach() for name, value in values.items()},
         **_valid(gradients, mask),
-        **_numbers({bound.key: dict(state)}),
+        **numbers_of({bound.key: dict(state)}),
     }
+
+
+def leaves_of(given: Mapping[str, Any]) -> Outcome:
+    """What gradients flow to, made anew."""
+    return {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
+
+
+def micro_batch(given: Mapping[str, Any], rows: Sequence[int], parts: int) -> dict[str, Any]:
+    """Some rows of a step that is made of several micro-batches, without the padding that they do not need."""
+    totals: Totals = replace(given["totals"], micro_batches=parts)
+    part = pick({**given, "totals": totals}, rows)
+    width = max(1, int((part["mask"] * torch.arange(1, part["mask"].shape[1] + 1)).max()))
+    return {n: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in part.items()}
 
 
 def joined(recipe: Recipe, given: Mapping[str, Any], cut: Sequence[Sequence[int]]) -> Outcome:
     """The outcome of one step made of micro-batches, each without the padding that it does not need."""
-    leaves = {name: given[name].clone().requires_grad_() for name in _LEAVES if name in given}
-    totals: Totals = replace(given["totals"], micro_batches=len(cut))
+    leaves = leaves_of(given)
     states: States = {}
     loss = torch.zeros((), dtype=torch.float64)
     found: list[dict[str, Metric]] = []
     for rows in cut:
-        part = pick({**given, **leaves, "totals": totals}, rows)
-        width = max(1, int((part["mask"] * torch.arange(1, part["mask"].shape[1] + 1)).max()))
-        trimmed: dict[str, Any] = {
-            n: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in part.items()
-        }
-        result = recipe.loss(Batch(**trimmed), states=states)
+        result = recipe.loss(Batch(**micro_batch({**given, **leaves}, rows, len(cut))), states=states)
         loss, states = loss + result.loss, result.states
         found.append(result.metrics)
     metrics = {name: _join([part[name] for part in found]) for name in found[0]}
-    return {"loss": loss.detach(), **_gradients(loss, leaves), **_metrics(metrics), **_numbers(states)}
+    return {"loss": loss.detach(), **gradients_of(loss, leaves), **_metrics(metrics), **numbers_of(states)}
+
+
+def replaced(recipe: Recipe, old: Bound, new: Bound) -> Recipe:
+    """The recipe with another component, or other parameters, in the place of one."""
+    return _each_bound(recipe, lambda bound: new if bound == old else bound)
 
 
 def watched(recipe: Recipe, watch: Callable[[Bound, tuple[Any, ...], Callable[[], Any]], Any]) -> Recipe:
     """The recipe with every call of a component passed through ``watch(bound, arguments, call)``."""
+
+    def through(bound: Bound) -> Bound:
+        function = bound.info.function
+
+        def call(*arguments: Any, **parameters: Any) -> Any:
+            return watch(bound, arguments, lambda: function(*arguments, **parameters))
+
+        return replace(bound, info=replace(bound.info, function=call))
+
+    return _each_bound(recipe, through)
+
+
+def _each_bound(recipe: Recipe, change: Callable[[Bound], Bound]) -> Recipe:
+    """The recipe with every component changed, those inside others too."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -165,14 +194,7 @@ def watched(recipe: Recipe, watch: Callable[[Bound, tuple[Any, ...], Callable[[]
         if isinstance(value, BoundKL):
             parts = ("estimator", "placement", "controller")
             return replace(value, **{part: walk(getattr(value, part)) for part in parts})
-        if not isinstance(value, Bound):
-            return value
-        function = value.info.function
-
-        def through(*arguments: Any, **parameters: Any) -> Any:
-            return watch(value, arguments, lambda: function(*arguments, **parameters))
-
-        return replace(value, info=replace(value.info, function=through))
+        return change(replace(value, parts=walk(value.parts))) if isinstance(value, Bound) else value
 
     return replace(recipe, **{f.name: walk(getattr(recipe, f.name)) for f in fields(recipe)})
 
@@ -181,7 +203,7 @@ def _valid(values: Outcome, mask: Tensor) -> Outcome:
     return {name: select(value, mask) if value.shape == mask.shape else value for name, value in values.items()}
 
 
-def _gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> Outcome:
+def gradients_of(loss: Tensor, leaves: Mapping[str, Tensor]) -> Outcome:
     if not loss.requires_grad:
         return {f"gradient of {name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
@@ -192,7 +214,7 @@ def _metrics(metrics: Mapping[str, Metric]) -> Outcome:
     return {f"metric {name}": _number(float(metric)) for name, metric in metrics.items()}
 
 
-def _numbers(states: States) -> Outcome:
+def numbers_of(states: States) -> Outcome:
     """The numbers in the components' states."""
     return {
         f"state {key}.{name}": _number(value)

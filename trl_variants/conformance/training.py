@@ -47,12 +47,16 @@ def train_config(
         >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
         ...     log = train_config("configs/grpo.yaml", folder)
     """
+    import yaml
     from transformers.trainer_utils import set_seed
 
     from trl_variants.trainer.launch import parse, run
 
     folder = Path(folder)
+    said = yaml.safe_load(Path(config).read_text())
+    generations = settings.get("num_generations", said.get("num_generations") or 1)
     replaced = {
+        "steps_per_generation": 2 * -(-generations // 8),  # rollouts of two groups, or of 16 prompts
         **_SIZES,
         "model_name_or_path": _model(folder / "model"),
         "dataset_name": _dataset(folder / "data"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_variants.data import Totals
 
-__all__ = ["gather_rows", "local_rows", "step_totals"]
+__all__ = ["gather_ragged", "gather_rows", "local_rows", "step_totals"]
 
 
 def step_totals(steps: list[list[dict[str, Any]]], max_length: int, accelerator: Accelerator) -> list[Totals]:
@@ -45,6 +45,19 @@ def gather_rows(tensor: Tensor, accelerator: Accelerator) -> Tensor:
     if tensor.dim() > 1:
         tensor = accelerator.pad_across_processes(tensor, dim=1)
     return accelerator.gather(tensor).to(kind)
+
+
+def gather_ragged(tensor: Tensor, accelerator: Accelerator) -> Tensor:
+    """Concatenate (rows, ...) tensors of all processes; they may differ in the number of rows."""
+    if accelerator.num_processes == 1:
+        return tensor
+    rows = accelerator.gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    if len(set(rows)) == 1:
+        return accelerator.gather(tensor)
+    padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = accelerator.gather(padded).split(max(rows))
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
 
 def local_rows(tensor: Tensor, like: Tensor, accelerator: Accelerator) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from trl_variants.describe import recipe_dict
+from trl_variants.describe import plain, recipe_dict
 
 __all__ = ["load_state", "save_state", "write_recipe"]
 
@@ -20,7 +20,7 @@ _FILE = "variant_state.pt"
 
 def write_recipe(trainer: Any) -> None:
     """Log the resolved recipe, and write it as ``variant.json`` into the output folder."""
-    resolved = recipe_dict(trainer.recipe)
+    resolved = recipe_dict(trainer.recipe) | {"run": plain(trainer.run_settings)}
     if trainer.args.should_save:
         os.makedirs(trainer.args.output_dir, exist_ok=True)
         with open(os.path.join(trainer.args.output_dir, "variant.json"), "w") as file:

@@ -21,6 +21,7 @@ METHODS = {
     "_prepare_inputs": ("self", "generation_batch"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_generate": ("self", "prompts"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_compute_loss": ("self", "model", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
@@ -72,10 +73,14 @@ ATTRIBUTES = (
     "_buffered_inputs",
     "_logs",
     "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
     "_step",
     "_tokenizer",
     "aux_loss_enabled",
     "eos_token_ids",
+    "generation_config",
+    "generation_kwargs",
     "max_completion_length",
     "num_generations",
     "num_generations_eval",
@@ -89,6 +94,8 @@ ATTRIBUTES = (
     "router_aux_loss_coef",
     "shuffle_dataset",
     "temperature",
+    "use_vllm",
+    "vllm_generation",
 )
 
 #: Parameters of GRPOTrainer's constructor, which VariantTrainer passes on by name.

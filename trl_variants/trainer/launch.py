@@ -20,8 +20,9 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.overrides import OVERRIDES
+from trl_variants.rebuilding import settings_of_run
 from trl_variants.registry import load_registry
-from trl_variants.resolution import OVERRIDES
 from trl_variants.trainer.config import VariantConfig
 
 __all__ = ["Job", "parse", "run"]
@@ -36,6 +37,7 @@ class Job:
     model: ModelConfig
     data: DatasetMixtureConfig
     reward_funcs: list[Callable[..., Any] | str]
+    settings: dict[str, Any]
 
 
 def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
@@ -50,18 +52,22 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
     """
     arguments = list(arguments)
     parser = TrlParser(
-        (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig), prog="trl-variants train"
+        (GRPOScriptArguments, VariantConfig, ModelConfig, DatasetMixtureConfig),
+        prog="trl-variants train",
+        allow_abbrev=False,  # what is misspelt is no other option
     )
     if anywhere and not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)  # before the file, which may say otherwise
+    settings: dict[str, Any] = {}
     if "--config" in arguments:
         at = arguments.index("--config")
         if at + 1 == len(arguments):
             raise VariantError("--config needs the name of a YAML file.")
-        _apply_file(parser, Path(arguments[at + 1]))
+        settings = _apply_file(parser, Path(arguments[at + 1]))
         del arguments[at : at + 2]
     script, training, model, data = _parse_line(parser, arguments)
-    job = Job(script, training, model, data, _reward_functions(script, training))
+    settings |= _given(parser, arguments)
+    job = Job(script, training, model, data, _reward_functions(script, training), settings)
     _check_places(job)
     return job
 
@@ -102,6 +108,7 @@ def run(job: Job) -> Any:
             quantization_config=get_quantization_config(job.model),
             peft_config=get_peft_config(job.model),
         )
+    trainer.run_settings = job.settings
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}")
@@ -141,10 +148,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _apply_file(parser: TrlParser, path: Path) -> None:
-    """Make the values of a YAML file the parser's defaults."""
+def _read(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file, or of the run that a ``variant.json`` tells of."""
     if not path.is_file():
         raise VariantError(f"There is no config file {path}.")
+    if path.suffix == ".json":
+        return settings_of_run(path)
     try:
         with path.open(encoding="utf-8") as file:  # whose name YAML's messages then show
             values = yaml.load(file, Loader=_Loader)
@@ -152,6 +161,13 @@ def _apply_file(parser: TrlParser, path: Path) -> None:
         raise VariantError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise VariantError(f"{path} must hold a mapping of settings.")
+    return values
+
+
+def _apply_file(parser: TrlParser, path: Path) -> dict[str, Any]:
+    """Make the values of a file the parser's defaults; the settings that it holds."""
+    values = _read(path)
+    settings = dict(values)
     environment = values.pop("env", None) or {}
     if not isinstance(environment, dict):
         raise VariantError(f"{path}: env must be a mapping.")
@@ -165,6 +181,14 @@ def _apply_file(parser: TrlParser, path: Path) -> None:
             raise VariantError(f"{path} has an unknown key '{key}'.{hint}")
         values[key] = _as_on_the_line(actions[key], value)
     parser.set_defaults_with_config(**values)
+    return settings
+
+
+def _given(parser: TrlParser, arguments: list[str]) -> dict[str, Any]:
+    """The settings that the line itself holds."""
+    words = {word.partition("=")[0] for word in arguments}
+    values = vars(parser.parse_known_args(arguments)[0])
+    return {action.dest: values[action.dest] for action in parser._actions if words & {*action.option_strings}}
 
 
 def _as_on_the_line(action: argparse.Action, value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -80,30 +78,26 @@ class Monitor:
     def _sums(self, parts: dict[str, list[Metric]]) -> dict[str, float]:
         if not parts:
             return {}
-        sums = torch.stack(
-            [self._joined(parts, lambda metric: metric.total), self._joined(parts, lambda metric: metric.count)]
-        )
-        totals, counts = self._accelerator.reduce(sums, reduction="sum").tolist()
-        return {
-            name: total / count if count else float("nan")
-            for name, total, count in zip(parts, totals, counts, strict=True)
-        }
-
-    def _joined(self, parts: dict[str, list[Metric]], of: Callable[[Metric], torch.Tensor]) -> torch.Tensor:
-        """(metrics,) sums over the micro-batches of a step."""
-        return torch.stack([self._stack([of(metric) for metric in metrics]).sum() for metrics in parts.values()])
+        every = [metric for metrics in parts.values() for metric in metrics]
+        mine = torch.stack([self._stack([m.total for m in every]), self._stack([m.count for m in every])])
+        joined = iter(self._accelerator.reduce(mine, reduction="sum").T.tolist())
+        means = {}
+        for name, metrics in parts.items():
+            total, count = map(sum, zip(*(next(joined) for _ in metrics), strict=True))
+            means[name] = total / count if count else float("nan")
+        return means
 
     def _extremes(self, parts: dict[str, list[Metric]]) -> dict[str, float]:
         if not parts:
             return {}
-        pick = {"min": torch.amin, "max": torch.amax}
-        rows = [pick[p[0].reduce](self._stack([metric.total for metric in p]), 0) for p in parts.values()]
-        ranks = self._accelerator.gather(torch.stack(rows)[None])  # (ranks, metrics)
-        values = [pick[p[0].reduce](ranks[:, i], 0).item() for i, p in enumerate(parts.values())]
-        return {name: v if abs(v) != torch.inf else float("nan") for name, v in zip(parts, values, strict=True)}
+        mine = self._stack([metric.total for p in parts.values() for metric in p])
+        joined = iter(self._accelerator.gather(mine[None]).T.tolist())  # (metrics, ranks)
+        pick = {"min": min, "max": max}
+        values = {name: pick[p[0].reduce](v for _ in p for v in next(joined)) for name, p in parts.items()}
+        return {name: v if abs(v) != torch.inf else float("nan") for name, v in values.items()}
 
     def _stack(self, values: list[torch.Tensor]) -> torch.Tensor:
         device = self._accelerator.device
         # Devices without float64 (MPS) get float32.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.stack([value.to(device) for value in values]).to(dtype)
+        return torch.stack([value.to(device, dtype) for value in values])

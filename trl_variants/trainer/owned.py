@@ -50,8 +50,12 @@ class OwnedSettings:
     entropy_coef_max: float | None = _owned("regularizer: {name: adaptive_entropy, high: ...}", 1.0)
     entropy_coef_delta: float | None = _owned("regularizer: {name: adaptive_entropy, delta: ...}", 0.005)
     entropy_target: float | None = _owned("regularizer: {name: adaptive_entropy, target: ...}", 0.2)
-    top_entropy_quantile: float | None = _owned("token_weight: ...", 1.0)
-    off_policy_mask_threshold: float | None = _owned("token_weight: ...", None)
+    top_entropy_quantile: float | None = _owned(
+        "token_weight: [{name: high_entropy_mask, top_entropy_quantile: ...}, rollout_correction]", 1.0
+    )
+    off_policy_mask_threshold: float | None = _owned(
+        "token_weight: [{name: off_policy_mask, threshold: ...}, rollout_correction]", None
+    )
     vllm_importance_sampling_correction: bool | None = _owned("token_weight: rollout_correction", False)
     vllm_importance_sampling_mode: str | None = _owned("token_weight: {mode: ...}", "sequence_mask")
     vllm_importance_sampling_clip_max: float | None = _owned("token_weight: {clip_max: ...}", 3.0)
@@ -68,10 +72,15 @@ class OwnedSettings:
     ref_model_sync_steps: int | None = _owned("kl: ...", 512)
 
 
+#: Where a component is that an override names and that is not built in.
+_HOMES = {"high_entropy_mask": "trl-variants-entropy", "off_policy_mask": "trl-variants-offpolicy"}
+
+
 def refusal(name: str, override: str) -> str:
     """Why a field is refused, and what to write instead."""
     if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
         return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
-    if override.endswith("_weight: ...") or name.startswith(("sapo", "vespo")):
+    if name.startswith(("sapo", "vespo")):
         override += " (with a component that does this, from a plugin)"
-    return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}."
+    homes = "".join(f" {part} is in the plugin {home}." for part, home in _HOMES.items() if part in override)
+    return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}.{homes}"

@@ -67,7 +67,7 @@ def finish_rollout(
     if mode == "train":
         trainer._states = dict(result.states)
         trainer._next_kl_coef = trainer.kl_coef if result.next_kl_coef is None else result.next_kl_coef
-    _log(trainer, mode, result, rollout.mask)
+    _log(trainer, mode, result, rollout)
 
     own = loss_mask(output)
     made = {"advantages": result.advantages, "rewards": result.rewards, "scored": rollout.scored, "keep": result.keep}
@@ -108,7 +108,7 @@ def _score(trainer: Any, output: dict[str, Any], mode: str) -> None:
         output |= {"old_values": scored["values"], "final_values": scored["final_values"]} if critic else {}
 
 
-def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None:
+def _log(trainer: Any, mode: str, result: AdvantageResult, rollout: Rollout) -> None:
     """Log the rollout; where TRL logged advantages and groups of its own, ours replace them."""
     metrics = {name: float(metric) for name, metric in result.metrics.items()}
     trainer._metrics[mode]["frac_reward_zero_std"][-1] = metrics.pop("frac_reward_zero_std")
@@ -117,8 +117,12 @@ def _log(trainer: Any, mode: str, result: AdvantageResult, mask: Tensor) -> None
         metrics["kl_coef"] = trainer.kl_coef
         if not kl.in_reward:  # the loss logs the KL that it trains; what steers a controller is apart
             metrics = {f"rollout/{n}" if n in ("kl", "kl/k3") else n: value for n, value in metrics.items()}
+    if rollout.greedy_rewards is not None:
+        metrics["greedy/reward"] = float(masked_mean(rollout.greedy_rewards, rollout.scored))
     trainer._log_metrics(mode, metrics)
-    advantages = result.advantages if result.advantages.dim() == 1 else masked_mean(result.advantages, mask, dim=1)
+    advantages = result.advantages
+    if advantages.dim() == 2:
+        advantages = masked_mean(advantages, rollout.mask, dim=1)
     logged = trainer._logs["advantages"]
     for _ in range(min(len(logged), len(advantages))):
         logged.pop()
@@ -151,9 +155,15 @@ def build_rollout(trainer: Any, output: dict[str, Any], generations: int) -> Rol
         )
         if key in output
     }
+    scored = ~rewards_per_func.isnan().all(1)
+    if trainer.recipe.needs("greedy_rewards"):
+        # Without a baseline a completion has nothing to be compared with: a baseline of 0 in its place would be another
+        # estimator for these prompts, of another scale.
+        tensors["greedy_rewards"] = gather(output["greedy_rewards"])
+        scored = scored & ~tensors["greedy_rewards"].isnan()
     return Rollout(
         rewards=(rewards_per_func * weights).nansum(1),
-        scored=~rewards_per_func.isnan().all(1),
+        scored=scored,
         rewards_per_func=rewards_per_func,
         reward_weights=weights,
         reward_names=tuple(trainer.reward_func_names),

@@ -26,7 +26,14 @@ _IDS = ("prompt_ids", "completion_ids")
 #: Entries of one value per completion token.
 _PER_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps", "carried_log_probs")
 #: What stands in rows that lack an entry which others have.
-_ABSENT = {"tool_mask": 1, "sampling_per_token_logps": math.nan, "carried": False, "carried_log_probs": 0.0, "age": 0}
+_ABSENT = {
+    "tool_mask": 1,
+    "sampling_per_token_logps": math.nan,
+    "carried": False,
+    "carried_log_probs": 0.0,
+    "age": 0,
+    "greedy_rewards": math.nan,
+}
 
 
 def count(rows: Rows) -> int:

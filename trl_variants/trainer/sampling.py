@@ -16,7 +16,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast
 from torch import Tensor
 
-from trl_variants.errors import VariantError
 from trl_variants.trainer.batch import gather_rows
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.prompts import PromptStream
@@ -41,6 +40,7 @@ _LEARNED = (
     "sampling_per_token_logps",
     "carried",
     "carried_log_probs",
+    "greedy_rewards",
 )
 
 
@@ -57,18 +57,8 @@ class Resampler:
         self._start()
 
     def begin(self) -> None:
-        """Start a run: at the first prompt, without surplus.
-
-        Raises:
-            VariantError: The prompts do not fill the loader's batch, so that no step would be taken.
-        """
+        """Start a run: at the first prompt, without surplus."""
         self._start()
-        dataset = self._trainer.train_dataset
-        if hasattr(dataset, "__len__") and len(dataset) < self._groups:
-            raise VariantError(
-                f"The dataset has {len(dataset)} prompts, and a rollout takes {self._groups}. Use a smaller "
-                "per_device_train_batch_size or steps_per_generation, or more prompts."
-            )
         args = self._trainer.args
         logger.log(
             logging.INFO if args.max_steps > 0 else logging.WARNING,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_variants.data import Batch
 from trl_variants.errors import VariantError
+from trl_variants.trainer.batch import gather_ragged
 from trl_variants.trainer.checkpoint import load_state, save_state, write_recipe
 from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import make_critic
 from trl_variants.trainer.epochs import LearningPhase
+from trl_variants.trainer.greedy import GreedyPass, refuse_greedy
 from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
 from trl_variants.trainer.passes import Passes
@@ -57,6 +60,7 @@ class VariantTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "trl-variants"]
+    run_settings: dict[str, Any] | None = None  # what `trl-variants train` was given
 
     def __init__(
         self,
@@ -84,6 +88,8 @@ class VariantTrainer(GRPOTrainer):
             raise VariantError(f"args must be a VariantConfig, not {kind}. Write VariantConfig(variant=..., ...).")
         self.recipe = args.recipe
         refuse_unsupported(self.recipe, train_dataset, environment_factory)
+        elsewhere = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
+        refuse_greedy(self.recipe, train_dataset, **elsewhere)
         self._skip_scoring = False
         self._prefill_once = PrefillOnce(self)
         self._rewards_per_func: Tensor | None = None
@@ -121,6 +127,7 @@ class VariantTrainer(GRPOTrainer):
         self._states: dict[str, dict[str, Any]] = {}
         self.resampler = Resampler(self) if self.recipe.variant.sampling == "resample" else None
         self._phase = LearningPhase(self)
+        self._gather = partial(gather_ragged, accelerator=self.accelerator)
         self._monitors = {"train": Monitor(self.accelerator), "eval": Monitor(self.accelerator)}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,9 +198,12 @@ class VariantTrainer(GRPOTrainer):
     def _generate_round(self, inputs: Any) -> dict[str, Any]:
         """TRL's generation and rewards, of completions that nothing has judged or scored yet."""
         self._skip_scoring, mode = True, "train" if self.model.training else "eval"
+        greedy = GreedyPass(self, inputs) if self.recipe.needs("greedy_rewards") else None
         try:
             with self.meter.timing("generation", mode):
                 output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+                if greedy:
+                    output["greedy_rewards"] = greedy.rewards()
         finally:
             self._skip_scoring = False
         self.meter.generated(output, mode)
@@ -242,11 +252,13 @@ class VariantTrainer(GRPOTrainer):
         if mode == "train" and self.args.updates_per_rollout > 1:
             inputs["old_per_token_logps"] = batch.old_log_probs  # for the later epochs over this rollout
         result = self.recipe.loss(
-            batch, kl_coef=self.kl_coef, states=self._states, gather=self.accelerator.gather, critic_only=warming
+            batch, kl_coef=self.kl_coef, states=self._states, gather=self._gather, critic_only=warming
         )
         if mode == "train":
             self._states = dict(result.states)
-        loss = result.loss * self.accelerator.num_processes  # DDP averages gradients; the shares are to be summed
+        loss = result.loss
+        if self.accelerator.num_processes > 1:  # DDP averages gradients; the shares are to be summed
+            loss = loss * self.accelerator.num_processes
         if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
