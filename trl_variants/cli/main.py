@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -140,6 +141,19 @@ def doctor(
 
     if verb.run(tuple(plugins or ()), not quick, chosen(json, False)):
         raise typer.Exit(1)
+
+
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the plugin: `mine` makes trl-variants-mine.")],
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="Where to write it; a folder of its name here by default.")
+    ] = None,
+) -> None:
+    """Write a distribution of your own: a component, a variant, and tests that hold them to the contract."""
+    from trl_variants.cli import new_plugin as verb
+
+    verb.run(name, directory)
 
 
 # Verbs that need the trainer are registered from here on. Their modules import trl inside the functions, so that the
