@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,11 +61,26 @@ def test_no_module_is_above_about_300_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 320
 
 
-def test_plugins_import_public_names_torch_and_pluggy_only() -> None:
-    standard = {"__future__", "collections", "typing", "math"}
-    for path in (CHECKOUT / "plugins").glob("*/src/**/*.py"):
-        for name in imported(path):
-            assert name == "trl_variants" or top(name) in {"torch", "pluggy", *standard}, f"{path} imports {name}"
+PLUGINS = sorted((CHECKOUT / "plugins").glob("*/trl_variants_*/**/*.py"))
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_plugin_imports_public_names_torch_and_pluggy_only(path: Path) -> None:
+    own = path.relative_to(CHECKOUT / "plugins").parts[1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "trl_variants":
+            for alias in node.names:
+                assert alias.name in trl_variants.__all__, f"{path} imports {alias.name}, which is not public"
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in names:
+                allowed = {"torch", "pluggy", own, *sys.stdlib_module_names}
+                assert top(name) in allowed, f"{path} imports {name}"
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_there_are_plugins_to_look_at() -> None:
+    assert len({path.parents[0].name for path in PLUGINS}) >= 5
 
 
 def test_every_slot_has_a_hook_and_every_hook_a_docstring() -> None:
