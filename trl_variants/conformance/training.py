@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["low_words", "train_config"]
+__all__ = ["few_words", "low_words", "train_config"]
 
 _WORDS = [f"w{i}" for i in range(29)]
 #: What a test's machine and size need, whatever the config says.
@@ -60,7 +60,7 @@ def train_config(
         **_SIZES,
         "model_name_or_path": _model(folder / "model"),
         "dataset_name": _dataset(folder / "data"),
-        "reward_funcs": f"{__name__}.low_words",
+        "reward_funcs": [f"{__name__}.{_REWARDS[i % 2]}" for i in range(len(said.get("reward_funcs") or [1]))],
         "output_dir": str(folder / "out"),
         "max_steps": steps,
         **({"variant_plugins": list(plugins)} if plugins else {}),
@@ -75,9 +75,18 @@ def train_config(
     return [entry for entry in run(job).state.log_history if "loss" in entry]
 
 
+#: In the place of the rewards of a config, by turns.
+_REWARDS = ("low_words", "few_words")
+
+
 def low_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A dense reward: the share of tokens from the first half of the vocabulary."""
     return [sum(token < 16 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def few_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that knows lengths only."""
+    return [-len(ids) / 8 for ids in completion_ids]
 
 
 def _model(folder: Path) -> str:
