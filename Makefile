@@ -32,9 +32,10 @@ smollm2: $(VENV)/installed
 	$(PIP) --editable '.[demo]'
 	$(VENV)/bin/python -m trl_variants.demo.fetch
 
-# The variant table in the README and in docs/.
+# The variant table in the README, and what is generated in the guide of plugins.
 table: $(VENV)/installed
 	$(VENV)/bin/python docs/update_table.py
+	$(VENV)/bin/python docs/update_guide.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
