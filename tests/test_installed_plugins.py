@@ -50,7 +50,7 @@ def make_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     every = metadata.entry_points
     # What else is installed where the tests run is not the tests' business.
     ours = lambda **group: [p for p in every(**group) if p.dist and p.dist.name.startswith("dist-")]  # noqa: E731
-    monkeypatch.setattr("trl_variants.registry.metadata.entry_points", ours)
+    monkeypatch.setattr("trl_variants.discovery.metadata.entry_points", ours)
 
     def make(name: str) -> Site:
         folder = tmp_path / name

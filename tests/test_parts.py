@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tests.components.common import close
-from trl_variants import Advantages, VariantError, component, resolve, use
-from trl_variants.describe import recipe_dict
+from trl_variants import Advantages, VariantError, component, hookimpl, resolve, use
+from trl_variants.describe import recipe_dict, table_row
 from trl_variants.objective import formula_text
-from trl_variants.registry import load_registry
+from trl_variants.registry import Owner, load_registry
 from trl_variants.testing import make_rollout
 
 SEEN: list[str] = []
@@ -97,9 +98,9 @@ def test_two_parts_of_one_component_keep_their_states_apart() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (3, "part 1 must be a mapping with the keys advantage_estimator, advantage_normalizer, not 3"),
+        (3, "part 1: it must be a mapping with the keys advantage_estimator, advantage_normalizer, not 3"),
         ({"advantage_estimtor": "gae"}, "has no key 'advantage_estimtor'. Did you mean 'advantage_estimator'?"),
-        (STD, "part 1 has no advantage_estimator"),
+        (STD, "part 1: it has no advantage_estimator"),
         (
             {"advantage_estimator": "group_maen"},
             "named 'group_maen'. Did you mean 'group_mean'?",
@@ -140,3 +141,71 @@ def test_parts_are_described_and_written_as_formulas() -> None:
     assert said["parts"][0][0]["distribution"] == "trl-variants"
     lines = formula_text(made)
     assert "Â⁽¹⁾ᵢ = rᵢ - mean(r₁, …, r_G)" in lines and "Â⁽²⁾ᵢ = rᵢ - 0" in lines
+
+
+def test_a_part_inside_a_part_keeps_a_state_of_its_own() -> None:
+    inner = {"advantage_estimator": use(total, parts=[{"advantage_estimator": counted_mean}])}
+    made = recipe({"advantage_estimator": use(counted_mean, step=10.0)}, inner)
+    result = made.advantages(make_rollout([1.0, 0.0]))
+    close(result.advantages, [11.0, 11.0])
+    result = made.advantages(make_rollout([1.0, 0.0]), states=result.states)
+    close(result.advantages, [22.0, 22.0])
+    assert {key: state["seen"] for key, state in result.states.items()} == {
+        "advantage_estimator.part 1.counted_mean": 20.0,
+        "advantage_estimator.part 2.part 1.counted_mean": 2.0,
+    }
+
+
+def test_parts_given_as_objects_are_written_as_a_config_would() -> None:
+    made = recipe(
+        {
+            "advantage_estimator": use(counted_mean, step=3.0),
+            "advantage_normalizer": [use("batch_std", level="completion"), "group_std"],
+        },
+        {"advantage_estimator": use("group_mean"), "advantage_normalizer": use("group_std")},
+    )
+    assert recipe_dict(made)["slots"]["advantage_estimator"]["parameters"]["parts"] == [
+        {
+            "advantage_estimator": {"name": "counted_mean", "step": 3.0},
+            "advantage_normalizer": [{"name": "batch_std", "level": "completion"}, "group_std"],
+        },
+        {"advantage_estimator": "group_mean", "advantage_normalizer": "group_std"},
+    ]
+    assert table_row(made)["baseline"] == (
+        "total parts=[counted_mean step=3 → batch_std level=completion → group_std, group_mean → group_std]"
+    )
+
+
+def test_the_formula_of_a_part_inside_a_part_is_numbered_after_both() -> None:
+    inner = {"advantage_estimator": use(total, parts=[MEAN, {**MEAN, "advantage_normalizer": "group_std"}])}
+    lines = formula_text(recipe(MEAN, inner))
+    assert [line.split(" ")[0] for line in lines if line.startswith("Â")] == [
+        "Âᵢₜ",
+        "Â⁽¹⁾ᵢ",
+        "Â⁽²⁾ᵢₜ",
+        "Â⁽²⁾⁽¹⁾ᵢ",
+        "Â⁽²⁾⁽²⁾ᵢ",
+        "Â⁽²⁾⁽²⁾ᵢ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (use(total, parts=[{"advantage_estimator": "grop_mean"}]), "part 1: .*'total', part 1: No .* 'grop_mean'. Did"),
+        ({"gamma": 1.0}, "'total', part 1: advantage_estimator is empty here, so the override must name a component"),
+        (use("gae", lam=float("inf")), "'total', part 1: advantage_estimator 'gae': lam must be finite, not inf"),
+    ],
+)
+def test_what_is_wrong_in_a_part_is_said_with_its_place(part: Any, message: str) -> None:
+    with pytest.raises(VariantError, match=message):
+        recipe({"advantage_estimator": part})
+
+
+def test_parts_that_hold_themselves_are_refused() -> None:
+    endless: dict[str, Any] = {"name": "total"}
+    endless["parts"] = [{"advantage_estimator": endless}]
+    registry = load_registry("none")
+    registry.add(SimpleNamespace(register_advantage_estimators=hookimpl(lambda: [total])), Owner("t", "t", ""))
+    with pytest.raises(VariantError, match="'total' holds parts of parts more than 8 deep."):
+        resolve("grpo", {"advantage_estimator": endless}, registry)

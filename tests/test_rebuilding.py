@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl import ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
 
 from tests.components.common import close
-from trl_variants import ClipResult, VariantError, component, load_registry, resolve, use
+from trl_variants import Advantages, ClipResult, VariantError, component, load_registry, resolve, use
+from trl_variants.components.clip_rules import ppo_clip
 from trl_variants.describe import recipe_dict
 from trl_variants.testing import make_rollout, train_config
-from trl_variants.trainer.launch import parse, run
+from trl_variants.trainer.config import VariantConfig
+from trl_variants.trainer.launch import _given, parse, run
 
 REGISTRY = load_registry("none")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -86,6 +90,45 @@ def test_a_function_that_was_given_itself_is_found_where_it_is(tmp_path: Path) -
     assert again.clip_rule.info.function is halved and again.clip_rule.parameters == {"factor": 0.1}
 
 
+@component(name="ppo_clip")
+def another_ppo_clip(log_ratio: Any, advantages: Any) -> ClipResult:
+    return ClipResult(loss=-log_ratio.exp() * advantages)
+
+
+def test_a_function_that_has_a_built_in_name_stays_the_function(tmp_path: Path) -> None:
+    recipe = resolve("grpo", {"clip_rule": use(another_ppo_clip)}, REGISTRY)
+    again = resolve(written(recipe, tmp_path), registry=load_registry("none"))
+    assert again.clip_rule.info.function is another_ppo_clip
+    said = recipe_dict(recipe)
+    said["slots"]["clip_rule"]["function"] = "tests.test_rebuilding.test.<locals>.ppo_clip"
+    (tmp_path / "variant.json").write_text(json.dumps(said))
+    with pytest.raises(VariantError, match="clip_rule 'ppo_clip' was tests.test_rebuilding.*, which is not there"):
+        resolve(str(tmp_path / "variant.json"), registry=load_registry("none"))
+
+
+def test_a_function_that_is_registered_is_its_owners(tmp_path: Path) -> None:
+    given = resolve("grpo", {"clip_rule": ppo_clip}, REGISTRY)
+    assert given.clip_rule.owner.distribution == "trl-variants"
+
+
+@component
+def total(part_advantages: list[Advantages], *, parts: list[Any] = []) -> Any:  # noqa: B006
+    return sum(part.advantages for part in part_advantages)
+
+
+def test_parts_are_rebuilt_with_all_their_parameters(tmp_path: Path) -> None:
+    normalized = {"advantage_estimator": use("group_mean"), "advantage_normalizer": [use("group_std", eps=0.5)]}
+    inner = {"advantage_estimator": use(total, parts=[normalized])}
+    recipe = resolve("grpo", {"advantage_estimator": use(total, parts=[normalized, inner])}, REGISTRY)
+    path = written(recipe, tmp_path)
+    assert recipe_dict(resolve(path, registry=REGISTRY)) == recipe_dict(recipe)
+    said = recipe_dict(recipe)  # as if the default had been another one then
+    said["slots"]["advantage_estimator"]["parts"][0][0]["parameters"]["zero_constant"] = False
+    (tmp_path / "variant.json").write_text(json.dumps(said))
+    again = resolve(path, registry=REGISTRY)
+    assert again.advantage_estimator.parts[0][0].parameters == {"zero_constant": False}
+
+
 def test_a_component_that_is_gone_is_named_with_the_nearest(tmp_path: Path) -> None:
     said = recipe_dict(resolve("grpo", registry=REGISTRY))
     said["slots"]["clip_rule"] |= {"component": "ppo_clop", "function": "trl_variants.components.clip_rules.ppo_clop"}
@@ -133,6 +176,22 @@ def test_a_run_is_trained_again_from_its_file_to_the_same_weights(tmp_path: Path
     again = json.loads((tmp_path / "again" / "variant.json").read_text())
     assert {key: value for key, value in again.items() if key != "run"} == {
         key: value for key, value in said.items() if key != "run"
+    }
+
+
+def test_every_way_of_giving_a_setting_on_the_line_is_in_the_file(tmp_path: Path) -> None:
+    line = ["--seed=5", "--num-iterations", "2", "--no_gradient_checkpointing", "--max_comp", "16", "--use_cpu"]
+    places = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(tmp_path), "--reward_funcs", "a.b", "c.d"]
+    parser = TrlParser((GRPOScriptArguments, VariantConfig, ModelConfig))
+    assert _given(parser, [*line, *places]) == {
+        "seed": 5,
+        "num_iterations": 2,
+        "gradient_checkpointing": False,
+        "max_completion_length": 16,
+        "use_cpu": True,
+        "model_name_or_path": str(tmp_path),
+        "dataset_name": str(tmp_path),
+        "reward_funcs": ["a.b", "c.d"],
     }
 
 

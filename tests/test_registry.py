@@ -81,6 +81,15 @@ def test_the_same_objects_again_are_a_no_op() -> None:
     assert (dict(registry.variants), dict(registry.components("clip_rule")), list(registry.plugins)) == before
 
 
+def test_the_same_plugin_again_is_a_no_op_though_its_hook_makes_its_components_anew() -> None:
+    registry = load_registry("none")
+    anew = plugin(register_clip_rules=lambda: [rule("mine")])
+    registry.add(anew, A)
+    first = registry.component("clip_rule", "mine").info
+    registry.add(anew, A)
+    assert registry.component("clip_rule", "mine").info is first and registry.plugins.count(A) == 1
+
+
 def test_a_name_that_is_taken_is_an_error_naming_both_owners() -> None:  # pains G08
     registry = load_registry("none")
     registry.add(plugin(register_clip_rules=lambda: [rule("mine")]), A)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
@@ -43,7 +43,10 @@ class Parameter:
         from pydantic import ConfigDict, TypeAdapter, ValidationError
 
         wanted = _type_name(self.annotation)
-        if isinstance(value, bool) and bool not in _members(self.annotation):
+        members = _members(self.annotation)
+        # What Any holds, such as the parts of a blend, is checked by whoever reads it.
+        scalars = (lambda item: (item,)) if Any in members else _scalars
+        if not {bool, Any} & {*members} and any(isinstance(item, bool) for item in scalars(value)):
             raise VariantError(f"{where} must be {wanted}, not {value!r}.")
         try:
             converted = TypeAdapter(self.annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(
@@ -51,7 +54,7 @@ class Parameter:
             )
         except ValidationError as error:
             raise VariantError(f"{where} must be {wanted}, not {value!r}.") from error
-        if isinstance(converted, float) and not math.isfinite(converted):
+        if any(isinstance(item, float) and not math.isfinite(item) for item in scalars(converted)):
             raise VariantError(f"{where} must be finite, not {value!r}.")
         return converted
 
@@ -96,6 +99,12 @@ class ComponentInfo:
         if parameters is None:
             parameters = {name: parameter.default for name, parameter in self.parameters.items()}
         return value(SimpleNamespace(**parameters))
+
+    @property
+    def path(self) -> str:
+        """Where the function is: its module and its name there."""
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        return f"{getattr(self.function, '__module__', '?')}.{name}"
 
     @property
     def summary(self) -> str:
@@ -244,6 +253,17 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) is Literal:
         return tuple(type(value) for value in arguments)
     return tuple(m for a in arguments for m in _members(a)) if arguments else (annotation,)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The values inside lists and mappings, or the value itself."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield value
 
 
 def _type_name(annotation: Any) -> str:

@@ -94,12 +94,10 @@ def settings_of(variant: Variant) -> dict[str, Any]:
 
 
 def _component_dict(bound: Bound) -> dict[str, Any]:
-    function = bound.info.function
-    module = getattr(function, "__module__", "?")
     return {
         "component": bound.name,
         "parameters": {name: plain(value) for name, value in bound.parameters.items()},
-        "function": f"{module}.{getattr(function, '__qualname__', type(function).__name__)}",
+        "function": bound.info.path,
         "distribution": bound.owner.distribution,
         "version": bound.owner.version or None,
         "paper": bound.info.paper,
@@ -207,9 +205,6 @@ def needs(recipe: Recipe) -> list[str]:
         said.append(f"Generates and scores one greedy completion of each distinct prompt besides, for {readers}.")
     if recipe.needs("entropies"):
         said.append(f"The entropy of every token, with gradient, for {_readers(recipe, ('entropies',))}.")
-    if recipe.needs("greedy_rewards"):
-        readers = _readers(recipe, ("greedy_rewards",))
-        said.append(f"A greedy completion of every prompt, generated and rewarded besides, for {readers}.")
     if variant.sampling == "resample":
         said.append("Draws further prompts for groups that the filter drops, up to max_rounds (sampling: resample).")
     elif recipe.sample_filters:
@@ -261,6 +256,8 @@ def written(bound: Bound, *, numbers: bool = False) -> str:
         for name, value in bound.parameters.items()
         if value != defaults[name] or (numbers and isinstance(value, (int, float)) and not isinstance(value, bool))
     }
+    if bound.parts and "parts" in said:
+        said["parts"] = [" → ".join(written(inner) for inner in part) for part in bound.parts]
     return " ".join([bound.name, *(f"{name}={number(value)}" for name, value in said.items())])
 
 

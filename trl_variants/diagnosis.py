@@ -10,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from trl_variants.conformance import NonConformance, Verdict, check_component, check_variant
+from trl_variants.discovery import installed_plugins, module_of
 from trl_variants.errors import VariantError
-from trl_variants.registry import Owner, Registry, installed_plugins, load_registry
+from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.slots import SLOTS
 
 __all__ = ["Diagnosis", "Problem", "diagnose"]
@@ -82,8 +83,12 @@ def diagnose(
                 watch(owner, f"{slot} '{name}'")
                 try:
                     verdicts[f"{slot}.{name}"] = _checked(slot, name, registry)
-                except (NonConformance, VariantError) as error:
-                    found.problems.append(Problem("contract", owner, str(error)))
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # whatever a component raises; SystemExit is no Exception
+                    known = isinstance(error, (NonConformance, VariantError))
+                    told = str(error) if known else f"{slot} '{name}': {error!r}"
+                    found.problems.append(Problem("contract", owner, told))
     return found
 
 
@@ -97,7 +102,12 @@ def _unmet(distribution: str, owner: Owner) -> Iterator[Problem]:
         required = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:  # a module that is not installed
         return
-    for requirement in map(Requirement, required):
+    for text in required:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            yield Problem("incompatible", owner, f"its requirement {text!r} cannot be read: {error}".splitlines()[0])
+            continue
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -111,11 +121,15 @@ def _unmet(distribution: str, owner: Owner) -> Iterator[Problem]:
 
 def _shadowed(owner: Owner, point: metadata.EntryPoint) -> Iterator[Problem]:
     """A module of the plugin's name that lies elsewhere than where its distribution put it."""
-    place = point.module.replace(".", "/")
+    if not (module := module_of(point)):
+        return
+    place = module.replace(".", "/")
     own = [f for f in point.dist.files or () if str(f) in (f"{place}.py", f"{place}/__init__.py")] if point.dist else []
     try:
-        found = importlib.import_module(point.module).__file__
-    except (Exception, SystemExit):  # broken, which is told already
+        found = importlib.import_module(module).__file__
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # broken, which is told already
         return
     if own and found and Path(own[0].locate()).resolve() != Path(found).resolve():
         yield Problem("shadowed", owner, f"{found} is imported in place of {own[0].locate()}")

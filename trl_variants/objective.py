@@ -71,13 +71,7 @@ def _lines(recipe: Recipe) -> Iterator[str]:
     if "log_ratio" in clip.info.inputs or weighted:
         yield _definition(ratio, _RATIO)
     yield from _weights(recipe.token_weights)
-    yield _definition(recipe.advantage_estimator, _ADVANTAGE)
-    for index, (estimator, *normalizers) in enumerate(recipe.advantage_estimator.parts, 1):
-        own = [_definition(estimator, _ADVANTAGE)]
-        own += [_as_estimated(_definition(n, _ADVANTAGE, r"\leftarrow"), estimator) for n in normalizers]
-        yield from (line.replace(r"\hat A", rf"\hat A^{{({index})}}") for line in own)
-    for normalizer in recipe.advantage_normalizers:
-        yield _as_estimated(_definition(normalizer, _ADVANTAGE, r"\leftarrow"), recipe.advantage_estimator)
+    yield from _advantages(recipe.advantage_estimator, *recipe.advantage_normalizers)
 
     before = [s for s in recipe.reward_shapers if not s.info.after_kl]
     after = [s for s in recipe.reward_shapers if s.info.after_kl]
@@ -139,6 +133,22 @@ def _definition(bound: Bound, symbol: str, sign: str = "=") -> str:
     term = _term(bound)
     note = _unsaid(bound) if bound.info.formula else ""
     return (term if _says_what_it_defines(bound) else f"{symbol} {sign} {term}") + note
+
+
+def _advantages(estimator: Bound, *normalizers: Bound, place: str = "") -> Iterator[str]:
+    """What an estimator makes, then what its parts do, numbered ``(1)``, ``(2)``, ``(2)(1)``, then its normalizers."""
+
+    def placed(line: str) -> str:
+        if place:
+            line = line.replace(r"\hat A^{(k)}", rf"\hat A^{{{place}(k)}}")
+            line = re.sub(r"\\hat A(?!\^)", lambda _: rf"\hat A^{{{place}}}", line)
+        return line
+
+    yield placed(_definition(estimator, _ADVANTAGE))
+    for index, part in enumerate(estimator.parts, 1):
+        yield from _advantages(*part, place=f"{place}({index})")
+    for normalizer in normalizers:
+        yield placed(_as_estimated(_definition(normalizer, _ADVANTAGE, r"\leftarrow"), estimator))
 
 
 def _reward(shaper: Bound) -> str:

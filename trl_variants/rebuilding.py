@@ -79,7 +79,17 @@ def rebuilt(path: str, registry: Registry) -> Variant:
     moved: set[str] = set()
 
     def use(slot: str, entry: Mapping[str, Any]) -> Use:
-        return Use(_component(slot, entry, registry, moved), dict(entry["parameters"]))
+        parameters = dict(entry["parameters"])
+        if parts := entry.get("parts"):
+            # Each with all of its parameters, where ``parts`` among the parameters says only what differed.
+            parameters["parts"] = [
+                {
+                    "advantage_estimator": use("advantage_estimator", estimator),
+                    "advantage_normalizer": [use("advantage_normalizer", normalizer) for normalizer in normalizers],
+                }
+                for estimator, *normalizers in parts
+            ]
+        return Use(_component(slot, entry, registry, moved), parameters)
 
     slots: dict[str, Any] = {
         slot: tuple(use(slot, item) for item in entry) if SLOTS[slot].many else use(slot, entry)
@@ -102,16 +112,21 @@ def rebuilt(path: str, registry: Registry) -> Variant:
 def _component(slot: str, entry: Mapping[str, Any], registry: Registry, moved: set[str]) -> Any:
     """The component by its name, or the function that it was."""
     name, source, version = entry["component"], entry["distribution"], entry["version"]
-    for part in entry.get("parts", ()):  # which it names among its parameters
-        for place, inner in zip(("advantage_estimator", *["advantage_normalizer"] * len(part)), part, strict=False):
-            _component(place, inner, registry, moved)
-    if name not in registry.components(slot) and version is None:
+
+    def is_it() -> bool:
+        """Whether what is registered under the name is meant: a function given itself may have another one's name."""
+        known = registry.components(slot).get(name)
+        return known is not None and bool(
+            version or known.owner.distribution == source or known.info.path == entry["function"]
+        )
+
+    if not is_it() and version is None:
         try:
             registry.load(source)
         except VariantError:  # no plugin: the function itself was given
             if source.endswith(".py"):
                 raise
-    if name in registry.components(slot):
+    if is_it():
         owner = registry.owner(slot, name)
         if version and owner.version != version:
             moved.add(f"{source} {version}, and {owner} is installed")
@@ -119,6 +134,6 @@ def _component(slot: str, entry: Mapping[str, Any], registry: Registry, moved: s
     module, _, attribute = entry["function"].rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError):
-        registry.component(slot, name)  # raises, with the nearest name
-        raise
+    except (ImportError, AttributeError, ValueError) as error:
+        registry.component(slot, name)  # raises, with the nearest name, unless another one has the name
+        raise VariantError(f"{slot} '{name}' was {entry['function']}, which is not there: {error}.") from error

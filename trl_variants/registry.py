@@ -1,4 +1,4 @@
-"""Finding plugins, registering what they offer, and knowing who owns what.
+"""Registering what plugins offer, and knowing who owns what.
 
 Built-ins and third parties go through the same hooks. A plugin is taken whole or not at all: everything that it
 registers is checked before any of it counts.
@@ -7,42 +7,25 @@ registers is checked before any of it counts.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 from trl_variants import __version__
 from trl_variants.collection import collect, name_of, twice
 from trl_variants.declaration import ComponentInfo
+from trl_variants.discovery import Owner, import_source, installed_plugins, loaded
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
-__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "installed_plugins", "load_registry", "plugin_named"]
+__all__ = ["BrokenPlugin", "Owner", "Registered", "Registry", "load_registry"]
 
-ENTRY_POINT_GROUP = "trl_variants"
 ENVIRONMENT = "TRL_VARIANTS_PLUGINS"
 _BUILTINS = "builtins"
-
-
-@dataclass(frozen=True, order=True)
-class Owner:
-    """Who registered something."""
-
-    plugin: str
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}".strip()
 
 
 @dataclass(frozen=True)
@@ -92,9 +75,11 @@ class Registry:
 
     def owned(self, owner: Owner) -> Iterator[tuple[str, str]]:
         """What a plugin registered and nobody disputes: (slot, name) of components, then ("variant", name)."""
-        for slot, components in self._components.items():
-            yield from ((slot, name) for name, registered in components.items() if registered.owner == owner)
-        yield from (("variant", name) for name, (_, whose) in self._variants.items() if whose == owner)
+        owners = [(slot, name, r.owner) for slot, found in self._components.items() for name, r in found.items()]
+        owners += [("variant", name, whose) for name, (_, whose) in self._variants.items()]
+        yield from (
+            (slot, name) for slot, name, whose in owners if whose == owner and (slot, name) not in self._disputed
+        )
 
     def components(self, slot: str) -> Mapping[str, Registered]:
         """Components of a slot, by name."""
@@ -154,7 +139,7 @@ class Registry:
             raise twice(kind, name, *owners)
 
     def add(self, plugin: object, owner: Owner, *, strict: bool = True) -> None:
-        """Register a plugin, whole or not at all. The same objects again are a no-op.
+        """Register a plugin, whole or not at all. The same plugin or the same objects again are a no-op.
 
         Args:
             plugin: A module or object with ``@hookimpl`` functions.
@@ -169,7 +154,7 @@ class Registry:
         disputed = {}
         for kind, name, value in found.named():
             known = self._known(kind, name)
-            if known is None or known[0] is value or known[0] == value:
+            if known is None or known[1] == owner or known[0] is value or known[0] == value:
                 continue
             if strict or known[1].plugin == _BUILTINS:
                 raise twice(kind, name, known[1], owner)
@@ -192,10 +177,10 @@ class Registry:
             VariantError: It cannot be imported, or registers something wrong.
         """
         try:
-            self.add(_import(source), Owner(source, source, ""))
-        except VariantError:
+            self.add(import_source(source), Owner(source, source, ""))
+        except (VariantError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise VariantError(f"The plugin '{source}' could not be loaded: {error!r}") from error
 
     def _known(self, kind: str, name: str) -> tuple[object, Owner] | None:
@@ -224,7 +209,7 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
     registry = Registry()
     registry.add(importlib.import_module("trl_variants.builtins"), Owner(_BUILTINS, "trl-variants", __version__))
     if plugins == "auto":
-        plugins = os.environ.get(ENVIRONMENT, "auto")
+        plugins = os.environ.get(ENVIRONMENT, "auto").strip()
     if isinstance(plugins, str) and plugins not in ("auto", "none"):
         plugins = [name.strip() for name in plugins.split(",") if name.strip()]
     installed = installed_plugins()
@@ -239,8 +224,10 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
         if not asked and plugins != "auto":
             continue
         try:
-            registry.add(point.load(), owner, strict=asked)
-        except (Exception, SystemExit) as error:
+            registry.add(loaded(point), owner, strict=asked)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
             if asked:
                 raise VariantError(f"The plugin '{point.name}' of {owner} could not be loaded: {error}") from error
             registry.broken.append(BrokenPlugin(owner, error))
@@ -248,57 +235,3 @@ def load_registry(plugins: str | Sequence[str] = "auto", *, extra: Iterable[str]
     for source in extra:
         registry.load(source)
     return registry
-
-
-def installed_plugins() -> list[tuple[Owner, metadata.EntryPoint]]:
-    """Every installed plugin, in an order of its own: that in which they were installed or found decides nothing."""
-    return sorted(
-        ((_owner(point), point) for point in metadata.entry_points(group=ENTRY_POINT_GROUP)), key=lambda pair: pair[0]
-    )
-
-
-def plugin_named(name: str) -> str:
-    """The entry point of a plugin, named by itself or by its distribution.
-
-    Raises:
-        VariantError: Nothing that is installed has the name.
-    """
-    points = installed_plugins()
-    known = {name: owner.plugin for owner, _ in points for name in (owner.distribution, owner.plugin)}
-    if name not in known:
-        raise VariantError(
-            f"No installed plugin or distribution of plugins named '{name}'.{did_you_mean(name, known)} Installed: "
-            f"{listing(sorted(known)) or 'none'}."
-        )
-    return known[name]
-
-
-def _owner(point: metadata.EntryPoint) -> Owner:
-    distribution = point.dist
-    return Owner(point.name, *((distribution.name, str(distribution.version)) if distribution else (point.name, "")))
-
-
-def _import(source: str) -> ModuleType:
-    """Import a dotted module, or a file by its path."""
-    if not source.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does: a module beside the config can be named
-        return importlib.import_module(source)
-    path = Path(source).resolve()
-    if not path.is_file():
-        raise VariantError(f"There is no plugin file {source}.")
-    # The same name in every process, so that what one has pickled another can find.
-    name = f"trl_variants_plugin_{path.stem}_{crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise VariantError(f"{source} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -21,10 +21,11 @@ from trl_variants.rehearsal import rehearse
 from trl_variants.slots import SLOTS
 from trl_variants.variant import INHERIT, KL, Use, Variant
 
-__all__ = ["flatten", "resolve"]
+__all__ = ["bind", "flatten", "resolve"]
 
 #: What a part of a blend consists of.
 PART_SLOTS = ("advantage_estimator", "advantage_normalizer")
+_DEEPEST = 8
 
 
 def resolve(
@@ -123,7 +124,7 @@ def _bind_list(slot: str, value: Any, registry: Registry) -> tuple[Bound, ...]:
         raise VariantError(f"{slot} cannot be switched off. Registered: {listing(sorted(registry.components(slot)))}.")
     if len(items) > 1 and not SLOTS[slot].many:
         raise VariantError(f"{slot} takes one component, not a list.")
-    return _each_once(tuple(_bind(slot, item, registry) for item in items))
+    return _each_once(tuple(bind(slot, item, registry) for item in items))
 
 
 def _each_once(bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
@@ -134,7 +135,18 @@ def _each_once(bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
     return bound
 
 
-def _bind(slot: str, value: Any, registry: Registry, place: str = "") -> Bound:
+def bind(slot: str, value: Any, registry: Registry, place: str = "") -> Bound:
+    """Find a component and bind its parameters, and those of its parts.
+
+    Args:
+        slot: The slot.
+        value: A name, a component or ``use(...)``.
+        registry: Where names are looked up.
+        place: Where it stands inside another component.
+
+    Raises:
+        VariantError: It does not exist, or its parameters do not fit.
+    """
     if not (isinstance(value, (str, Use)) or callable(value)):
         raise VariantError(f"{slot} must be a name, a component or use(...), not {value!r}.")
     use = as_use(value)
@@ -144,29 +156,54 @@ def _bind(slot: str, value: Any, registry: Registry, place: str = "") -> Bound:
     else:
         info = info_of(use.component)
         check_inputs(SLOTS[slot], info)
+        known = registry.components(slot).get(info.name)
         module = str(getattr(use.component, "__module__", "?"))
-        owner = Owner(module, module, "")
+        owner = known.owner if known and known.info.function is info.function else Owner(module, module, "")
     parameters = info.bind(slot, use.parameters, SLOTS[slot].parameters)
-    parts = _bind_parts(info.name, parameters["parts"], registry) if "part_advantages" in info.inputs else ()
-    return Bound(slot, info, parameters, owner, parts, place)
+    if "part_advantages" not in info.inputs:
+        return Bound(slot, info, parameters, owner, (), place)
+    if place.count("part ") >= _DEEPEST:
+        raise VariantError(f"{slot} '{info.name}' holds parts of parts more than {_DEEPEST} deep.")
+    parts = []
+    for number, part in enumerate(parameters["parts"], 1):
+        where = f"{slot} '{info.name}', part {number}"
+        try:
+            parts.append(_bind_part(part, registry, f"{place}part {number}."))
+        except VariantError as error:
+            raise VariantError(f"{where}: {error}") from error
+    # As a config writes them, whatever they were given as.
+    parameters["parts"] = [_written_part(part) for part in parts]
+    return Bound(slot, info, parameters, owner, tuple(parts), place)
 
 
-def _bind_parts(owner: str, parts: Any, registry: Registry) -> tuple[tuple[Bound, ...], ...]:
-    """The estimators inside an estimator, each with its normalizers."""
-    bound = []
-    for number, part in enumerate(parts, 1):
-        where = f"advantage_estimator '{owner}', part {number}"
-        if not isinstance(part, Mapping):
-            raise VariantError(f"{where} must be a mapping with the keys {listing(PART_SLOTS)}, not {part!r}.")
-        for key in part:
-            if key not in PART_SLOTS:
-                raise VariantError(f"{where} has no key '{key}'.{did_you_mean(key, PART_SLOTS)}")
-        if is_off(part.get("advantage_estimator")):
-            raise VariantError(f"{where} has no advantage_estimator.")
-        chosen = [(slot, use) for slot in PART_SLOTS for use in as_list(override_slot(slot, part.get(slot), ()))]
-        made = [_bind(slot, use, registry, place=f"part {number}.") for slot, use in chosen]
-        bound.append((made[0], *_each_once(tuple(made[1:]))))
-    return tuple(bound)
+def _bind_part(part: Any, registry: Registry, place: str) -> tuple[Bound, ...]:
+    """An estimator inside an estimator, with its normalizers."""
+    if not isinstance(part, Mapping):
+        raise VariantError(f"it must be a mapping with the keys {listing(PART_SLOTS)}, not {part!r}.")
+    for key in part:
+        if key not in PART_SLOTS:
+            raise VariantError(f"it has no key '{key}'.{did_you_mean(key, PART_SLOTS)}")
+    if is_off(part.get("advantage_estimator")):
+        raise VariantError("it has no advantage_estimator.")
+    chosen = [(slot, use) for slot in PART_SLOTS for use in as_list(override_slot(slot, part.get(slot), ()))]
+    estimator, *normalizers = (bind(slot, use, registry, place) for slot, use in chosen)
+    return (estimator, *_each_once(tuple(normalizers)))
+
+
+def _written_part(part: tuple[Bound, ...]) -> dict[str, Any]:
+    """A part as a config writes it: of each component the name, and the parameters that differ from the defaults."""
+
+    def written(bound: Bound) -> Any:
+        changed = {
+            name: value
+            for name, value in bound.parameters.items()
+            if value != bound.info.parameters[name].default  # estimators and normalizers have none of their slot's
+        }
+        return {"name": bound.name, **changed} if changed else bound.name
+
+    estimator, *normalizers = map(written, part)
+    several = normalizers if len(normalizers) > 1 else normalizers[0] if normalizers else None
+    return {"advantage_estimator": estimator, **({"advantage_normalizer": several} if several else {})}
 
 
 def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
@@ -185,9 +222,9 @@ def _bind_kl(variant: Variant, registry: Registry) -> BoundKL | None:
     if kl.weighted is not False:
         placement = Use(placement.component, {**placement.parameters, "weighted": kl.weighted})
     bound = BoundKL(
-        estimator=_bind("kl_estimator", kl.estimator, registry),
-        placement=_bind("kl_placement", placement, registry),
-        controller=_bind("kl_controller", kl.controller, registry),
+        estimator=bind("kl_estimator", kl.estimator, registry),
+        placement=bind("kl_placement", placement, registry),
+        controller=bind("kl_controller", kl.controller, registry),
         coef=coef,
     )
     return bound if coef else None

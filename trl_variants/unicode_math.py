@@ -30,7 +30,7 @@ _ACCENTS = {"hat": "\u0302", "bar": "\u0304", "tilde": "\u0303", "widehat": "\u0
 _SUBSCRIPTS = str.maketrans("0123456789+-aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ")
 _SUPERSCRIPTS = str.maketrans("0123456789+-()iknlst", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁱᵏⁿˡˢᵗ")
 _INDEX = re.compile(r"(?:[aehijklmnoprstuvx]|-?\d+)(?:[+-](?:[aehijklmnoprstuvx]|\d+))?")
-_POWER = re.compile(r"[+-]?(?:\d+|[inlst])(?:[+-](?:\d+|[inlst]))?|\((?:\d+|[iknlst])\)")
+_POWER = re.compile(r"[+-]?(?:\d+|[inlst])(?:[+-](?:\d+|[inlst]))?|(?:\((?:\d+|[iknlst])\))+")
 #: Stands behind the name of a function until it is known whether a space must follow.
 _APPLY = "\u2061"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from trl_variants import __version__
 from trl_variants.cli.main import app
+from trl_variants.testing import check_plugin
 
 SOUND = """
 from trl_variants import Variant, component, hookimpl
@@ -76,7 +78,7 @@ def test_a_sound_plugin_is_listed_with_what_it_keeps(site: Path) -> None:
     assert (code, mine(found)) == (0, [])
     assert found["versions"]["trl-variants"] == __version__ and found["versions"]["trl"]
     text = CliRunner().invoke(app, ["doctor"]).stdout
-    assert "doc-sound" in text and "1 components, 0 variants" in text and "Nothing is wrong." in text
+    assert "doc-sound" in text and "1 component, 0 variants" in text and "Nothing is wrong." in text
 
 
 def test_a_plugin_that_breaks_the_contract_is_named_with_the_property_and_the_input(site: Path) -> None:
@@ -130,3 +132,69 @@ def test_a_module_that_is_imported_in_place_of_the_installed_one_is_shadowed(
     assert code == 1
     message = f"{nearer / 'doc_shaded.py'} is imported in place of {site / 'doc_shaded.py'}"
     assert mine(found) == [("shadowed", "doc-shaded", message)]
+
+
+HOSTILE = {
+    "doc-skips": ("class Skipped(BaseException): pass\nraise Skipped('no torch here')", "Skipped: no torch here"),
+    "doc-exits": ("raise SystemExit(3)", "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_plugin_that_raises_no_exception_is_broken_and_ends_nothing(name: str, site: Path) -> None:
+    source, message = HOSTILE[name]
+    install(site, name, source)
+    assert mine(doctor("--quick")[1]) == [("broken", name, message)]
+    assert CliRunner().invoke(app, ["list"]).exit_code == 0
+
+
+def test_what_a_plugin_prints_is_no_part_of_the_report(site: Path) -> None:
+    install(site, "doc-prints", "print('hello from a plugin')\n" + SOUND.format(name="doc_prints_shift"))
+    assert mine(doctor("--quick")[1]) == []  # which is JSON to the first byte
+    del sys.modules["doc_prints"]
+    done = CliRunner().invoke(app, ["list", "--json"])
+    assert json.loads(done.stdout) and "hello from a plugin" in done.stderr
+
+
+def test_metadata_that_cannot_be_read_is_told_and_the_rest_is_looked_at(site: Path) -> None:
+    install(site, "doc-odd", SOUND.format(name="doc_odd_shift"), requires="not ! a requirement")
+    install(site, "doc-nowhere", SOUND.format(name="doc_nowhere_shift"))
+    (site / "doc_nowhere-1.0.dist-info" / "entry_points.txt").write_text("[trl_variants]\nx = not a module!\n")
+    install(site, "doc-ageless", SOUND.format(name="doc_ageless_shift"))
+    (site / "doc_ageless-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: doc-ageless\n")
+    code, found = doctor("--quick")
+    assert next(p["version"] for p in found["plugins"] if p["plugin"] == "doc-ageless") is None
+    (broken, *_), (incompatible, owner, message) = mine(found)
+    assert (code, broken, incompatible, owner) == (1, "broken", "incompatible", "doc-odd")
+    assert message.startswith("its requirement 'not ! a requirement' cannot be read: ")
+    assert "its entry point names no module: 'not a module!'" in mine(found)[0][2]
+
+
+def test_a_component_that_exits_is_a_problem_of_its_own(site: Path) -> None:
+    install(
+        site, "doc-quits", SOUND.replace("return (rewards", "raise SystemExit(4)\n    return (").format(name="doc_q")
+    )
+    assert mine(doctor()[1]) == [("contract", "doc-quits", "advantage_estimator 'doc_q': SystemExit(4)")]
+
+
+def test_a_disputed_name_is_one_problem_not_two(site: Path) -> None:
+    for name in ("doc-a", "doc-b"):
+        install(site, name, SOUND.format(name="doc_disputed"))
+    assert [kind for kind, *_ in mine(doctor()[1])] == ["disputed"]
+
+
+def test_a_narrow_terminal_breaks_no_word(site: Path) -> None:
+    install(site, "doc-narrow", SOUND.format(name="doc_narrow_shift"))
+    text = CliRunner().invoke(app, ["doctor", "--quick"], env={"COLUMNS": "40"}).stdout
+    assert "  doc-narrow 1.0\n    1 component, 0 variants; contract\n    not checked\n" in text
+
+
+def test_check_plugin_takes_all_of_a_distribution_and_no_namesake(site: Path) -> None:
+    install(site, "doc-two-in-one", SOUND.format(name="doc_first"))
+    (site / "doc_second.py").write_text(SOUND.format(name="doc_second"))
+    points = "[trl_variants]\nfirst = doc_two_in_one\nshared = doc_second\n"
+    (site / "doc_two_in_one-1.0.dist-info" / "entry_points.txt").write_text(points)
+    install(site, "doc-namesake", SOUND.format(name="doc_third"))
+    (site / "doc_namesake-1.0.dist-info" / "entry_points.txt").write_text("[trl_variants]\nshared = doc_namesake\n")
+    assert [*check_plugin("doc-two-in-one")] == ["advantage_estimator.doc_first", "advantage_estimator.doc_second"]
+    assert [*check_plugin("doc-namesake")] == ["advantage_estimator.doc_third"]

@@ -128,7 +128,7 @@ def test_list_marks_a_name_that_two_plugins_claim(monkeypatch: pytest.MonkeyPatc
             return module
 
     monkeypatch.setenv("TRL_VARIANTS_PLUGINS", "auto")
-    monkeypatch.setattr("trl_variants.registry.metadata.entry_points", lambda group: [Point("one"), Point("two")])
+    monkeypatch.setattr("trl_variants.discovery.metadata.entry_points", lambda group: [Point("one"), Point("two")])
     problem = "clip_rule 'soft_clip' is registered by both one and two."
     assert data("list", "--slot", "clip_rule")["clip_rule"][-1]["problem"] == problem
     assert problem in " ".join(out("list", "--slot", "clip_rule").split())

@@ -88,7 +88,7 @@ def test_an_installed_plugin_that_is_broken_is_a_warning_and_the_rest_works(monk
             raise ImportError("no such thing")
 
     monkeypatch.setenv("TRL_VARIANTS_PLUGINS", "auto")
-    monkeypatch.setattr("trl_variants.registry.metadata.entry_points", lambda group: [Point()])
+    monkeypatch.setattr("trl_variants.discovery.metadata.entry_points", lambda group: [Point()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once, and not as a warning of Python's besides
         result = run("list", "--slot", "variant")

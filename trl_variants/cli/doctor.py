@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import Any
 
 import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from trl_variants.cli.output import Form, columns, emit, print_json
+from trl_variants.cli.output import Form, columns, emit, fits, print_json
 from trl_variants.describe import package_versions
 from trl_variants.diagnosis import Diagnosis, diagnose
 from trl_variants.registry import Owner
 
 __all__ = ["run"]
 
+_HEADER = ("plugin", "version", "registers", "contract")
+
 
 def run(extra: tuple[str, ...], contract: bool, form: Form) -> bool:
     """Print what is found; True where something is wrong."""
-    found = diagnose(extra=extra, contract=contract, watch=_say)
+    with redirect_stdout(sys.stderr):  # what plugins print as they are loaded and run is no part of the report
+        found = diagnose(extra=extra, contract=contract, watch=_say)
     _say(None, "")
     if form == "json":
         print_json(_as_data(found))
@@ -60,7 +64,10 @@ def _as_data(found: Diagnosis) -> dict[str, Any]:
 def _print(found: Diagnosis, contract: bool) -> None:
     emit("  ".join(f"{name} {version}" for name, version in package_versions().items()), "")
     rows = [_row(found, owner, contract) for owner in found.registry.plugins]
-    emit(columns(rows, header=("plugin", "version", "registers", "contract")))
+    if fits(rows, _HEADER):
+        emit(columns(rows, header=_HEADER))
+    else:
+        _section("Plugins", ((f"{name} {version}", f"{what}; contract {kept}") for name, version, what, kept in rows))
     exceptions: dict[str, list[str]] = {}
     for verdicts in found.verdicts.values():
         for name, verdict in verdicts.items():
@@ -84,8 +91,12 @@ def _section(title: str, entries: Iterable[tuple[str, str]]) -> None:
 def _row(found: Diagnosis, owner: Owner, contract: bool) -> tuple[str, str, str, str]:
     owned = list(found.registry.owned(owner))
     variants = sum(slot == "variant" for slot, _ in owned)
-    registers = f"{len(owned) - variants} components, {variants} variants"
+    registers = f"{_counted(len(owned) - variants, 'component')}, {_counted(variants, 'variant')}"
     broken = [p for p in found.problems if p.owner == owner and p.kind == "contract"]
     held = sum(map(len, found.verdicts.get(owner, {}).values()))
     verdict = f"{len(broken)} break it" if broken else f"kept: {held} properties" if contract else "not checked"
     return owner.distribution, owner.version, registers, verdict
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any, Literal
 
 import typer
@@ -55,7 +56,7 @@ def chosen(as_json: bool, as_markdown: bool) -> Form:
 
 def load(plugins: Sequence[str] | None) -> Registry:
     """The registry with the plugins named besides; an installed one that is broken is a line on stderr."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # what plugins print is no part of what is asked for
         warnings.filterwarnings("ignore", message="The plugin '", category=UserWarning)
         registry = load_registry(extra=plugins or ())
     for broken in registry.broken:

@@ -13,8 +13,9 @@ from trl_variants.conformance.inputs import hosts
 from trl_variants.conformance.properties import PROPERTIES
 from trl_variants.conformance.running import NonConformance, Subject
 from trl_variants.declaration import info_of
+from trl_variants.discovery import plugins_named
 from trl_variants.errors import VariantError, did_you_mean, listing
-from trl_variants.registry import Owner, Registry, load_registry, plugin_named
+from trl_variants.registry import Owner, Registry, load_registry
 from trl_variants.resolution import resolve
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Use, Variant
@@ -112,18 +113,18 @@ def check_plugin(plugin: object, *, excepted: Mapping[str, Collection[str]] | No
         VariantError: It does not register, or something of it does not resolve.
     """
     if isinstance(plugin, str):
-        point = plugin_named(plugin)
-        registry = load_registry([point])
-        owner = next(owner for owner in registry.plugins if owner.plugin == point)
+        owners = plugins_named(plugin)
+        registry = load_registry([owner.plugin for owner in owners])
     else:
         registry, name = load_registry("none"), str(getattr(plugin, "__name__", type(plugin).__name__))
-        owner = Owner(name, name, "")
-        registry.add(plugin, owner)
+        owners = [Owner(name, name, "")]
+        registry.add(plugin, owners[0])
     excepted = excepted or {}
     return {
         f"{slot}.{name}": check_component(slot, name, registry=registry, excepted=excepted.get(name, ()))
         if slot in SLOTS
         else check_variant(name, registry, excepted=excepted.get(name, ()))
+        for owner in owners
         for slot, name in registry.owned(owner)
     }
 

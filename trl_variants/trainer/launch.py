@@ -186,9 +186,11 @@ def _apply_file(parser: TrlParser, path: Path) -> dict[str, Any]:
 
 def _given(parser: TrlParser, arguments: list[str]) -> dict[str, Any]:
     """The settings that the line itself holds."""
-    words = {word.partition("=")[0] for word in arguments}
-    values = vars(parser.parse_known_args(arguments)[0])
-    return {action.dest: values[action.dest] for action in parser._actions if words & {*action.option_strings}}
+    absent = object()
+    blank = argparse.Namespace(**{action.dest: absent for action in parser._actions})
+    # Argparse leaves alone what the namespace has, so only what the line holds, abbreviated or not, is written over.
+    values = vars(parser.parse_known_args(arguments, blank)[0])
+    return {name: value for name, value in values.items() if value is not absent}
 
 
 def _as_on_the_line(action: argparse.Action, value: Any) -> Any:
