@@ -374,3 +374,8 @@ def test_a_statistic_that_gathers_is_held_to_ranks() -> None:
 def test_a_plugin_that_is_not_installed_is_named_with_the_nearest() -> None:
     with pytest.raises(VariantError, match="No installed plugin or distribution of plugins named 'no-such-plugin'"):
         check_plugin("no-such-plugin")
+
+
+def test_a_failure_says_which_property_it_is() -> None:
+    with pytest.raises(NonConformance, match=r"\(property unscored_rows_count_for_nothing\)$"):
+        check_component("advantage_estimator", mean_with_the_unscored)

@@ -136,9 +136,17 @@ def _verdict(subject: Subject, excepted: Collection[str]) -> Verdict:
         raise VariantError(
             f"There is no property '{unknown[0]}'.{did_you_mean(unknown[0], names)} Properties: {listing(names)}."
         )
-    found = {check.__name__: check(subject) for check in PROPERTIES if check.__name__ not in excepted}
+    found = {check.__name__: _told(check, subject) for check in PROPERTIES if check.__name__ not in excepted}
     exceptions = {name: result for name, result in found.items() if isinstance(result, str)}
     return Verdict(
         (name for name, result in found.items() if result is True),
         {**exceptions, **dict.fromkeys(excepted, "excepted by the caller")},
     )
+
+
+def _told(check: Callable[[Subject], bool | str], subject: Subject) -> bool | str:
+    """Run one check; a failure says which property it is."""
+    try:
+        return check(subject)
+    except NonConformance as error:
+        raise NonConformance(f"{error} (property {check.__name__})") from None
