@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -97,24 +98,13 @@ def test_list_names_the_distribution_of_what_is_not_built_in(plugin: str) -> Non
     assert text.count(plugin) == 1 and text.count(HERE) == 1
 
 
-def test_list_knows_reward_functions(plugin: str) -> None:
-    assert data("list", "--slot", "reward_function", "--plugins", plugin) == {
-        "reward_function": [
-            {
-                "name": "length_reward",
-                "summary": "Longer is better.",
-                "distribution": plugin,
-                "version": None,
-                "problem": None,
-            }
-        ]
-    }
-    assert (
-        out("list", "--slot", "reward_function").split()
-        == "reward_function what scores completions, by name in a \
-config none".split()
-    )
-    assert out("list", "--slot", "reward_function", "--markdown").endswith("\n\nNone.\n")
+def test_list_knows_reward_functions_and_trls_own(plugin: str) -> None:
+    entries = data("list", "--slot", "reward_function", "--plugins", plugin)["reward_function"]
+    found = {entry["name"]: (entry["summary"], entry["distribution"], entry["version"]) for entry in entries}
+    assert found["length_reward"] == ("Longer is better.", plugin, None)
+    assert found["accuracy_reward"][1:] == ("trl", version("trl"))
+    assert set(found) == {"length_reward", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
+    assert "accuracy_reward" in out("list", "--slot", "reward_function")
 
 
 def test_list_marks_a_name_that_two_plugins_claim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ def run(registry: Registry, slot: str | None, form: Form) -> None:
     known = ("variant", *SLOTS, "reward_function")
     if slot is not None and slot not in known:
         raise VariantError(f"There is no slot '{slot}'.{did_you_mean(slot, known)} Slots: {listing(known)}.")
+    if slot == "reward_function":  # TRL's own too; the other listings do without trl
+        from trl_variants.trainer.trl_rewards import add_trl
+
+        add_trl(registry)
     data = {name: _entries(registry, name) for name in known if slot in (None, name)}
     if form == "json":
         print_json(data)

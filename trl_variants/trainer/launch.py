@@ -24,6 +24,7 @@ from trl_variants.overrides import OVERRIDES
 from trl_variants.rebuilding import settings_of_run
 from trl_variants.registry import load_registry
 from trl_variants.trainer.config import VariantConfig
+from trl_variants.trainer.trl_rewards import add_trl, check_libraries
 
 __all__ = ["Job", "parse", "run"]
 
@@ -45,7 +46,8 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
 
     Args:
         arguments: The command line.
-        anywhere: Whether a machine without an accelerator is good enough, as it is for checking.
+        anywhere: Whether a machine without an accelerator, and without the libraries of rewards, is good enough, as it
+            is for checking.
 
     Raises:
         VariantError: A key is unknown or has a wrong value, or something that is named does not exist.
@@ -69,6 +71,9 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
     settings |= _given(parser, arguments)
     job = Job(script, training, model, data, _reward_functions(script, training), settings)
     _check_places(job)
+    if not anywhere:
+        for function in job.reward_funcs:
+            check_libraries(function)
     return job
 
 
@@ -236,13 +241,8 @@ def _options(parser: TrlParser) -> Iterable[str]:
 
 def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> list[Callable[..., Any] | str]:
     """Rewards by registered name, TRL's name, dotted path or model id."""
-    from trl import rewards as trl_rewards
-
-    registry = load_registry(extra=training.variant_plugins or ())
-    # Names that begin with get_ make a reward function, and are none.
-    names = (name for name in trl_rewards.__all__ if name.endswith("_reward") and not name.startswith("get_"))
-    known = {name: getattr(trl_rewards, name) for name in names}
-    known |= registry.reward_functions
+    registry = add_trl(load_registry(extra=training.variant_plugins or ()))
+    known = sorted(registry.reward_functions)
     found: list[Callable[..., Any] | str] = []
     if script.reward_model_name_or_path:
         found.append(script.reward_model_name_or_path)
@@ -250,23 +250,22 @@ def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> l
         if name in registry.reward_functions:
             found.append(registry.reward_function(name))
         else:
-            found.append(known[name] if name in known else _reward_elsewhere(name, known))
+            found.append(_reward_elsewhere(name, known))
     if not found:
         raise VariantError(
             "No reward: set reward_funcs to names or dotted paths, or reward_model_name_or_path to a model. "
-            f"Names: {listing(sorted(known))}."
+            f"Names: {listing(known)}."
         )
     return found
 
 
-def _reward_elsewhere(name: str, known: Iterable[str]) -> Callable[..., Any] | str:
+def _reward_elsewhere(name: str, known: Sequence[str]) -> Callable[..., Any] | str:
     if "/" in name or Path(name).is_dir():
         return name  # a model id or a folder
     module, _, attribute = name.rpartition(".")
     if not module:
-        known = list(known)
         raise VariantError(
-            f"No reward function named '{name}'.{did_you_mean(name, known)} Names: {listing(sorted(known))}. A "
+            f"No reward function named '{name}'.{did_you_mean(name, known)} Names: {listing(known)}. A "
             "function of your own is written as a dotted path (my_module.my_reward), a model by its id or folder."
         )
     if os.getcwd() not in sys.path:
