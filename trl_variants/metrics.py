@@ -130,13 +130,17 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
     def mean(values: Tensor) -> Metric:
         return Metric(select(values, mask).sum(), tokens)
 
-    out = {"approx_kl": mean(k3(v["old_log_probs"], v["log_probs"]))}
+    # What a batch holds is 0 where nothing counts, and k3 of that is too.
+    out = {"approx_kl": Metric(k3(v["old_log_probs"], v["log_probs"]).sum(), tokens)}
     if "entropies" in v:
-        out["entropy"] = mean(v["entropies"])
+        out["entropy"] = Metric(v["entropies"].sum(), tokens)
     out |= _clips(parts)
     if "kl" in v:
         out["kl"] = mean(v["kl"])
-        out["kl/k3"] = mean(k3(v["log_probs"], v["ref_log_probs"])) if "ref_log_probs" in v else out["kl"]
+        if "ref_log_probs" in v:
+            out["kl/k3"] = Metric(k3(v["log_probs"], v["ref_log_probs"]).sum(), tokens)
+        else:
+            out["kl/k3"] = out["kl"]
     if "valued" in v:  # where the clip of a value loss takes the gradient away
         out["clip_ratio/value"] = Metric((v["value_clipped"] & v["valued"]).sum(), v["valued"].sum())
     for name in parts[0].terms:
