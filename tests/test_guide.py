@@ -44,6 +44,18 @@ def test_a_section_has_the_shape_of_every_input(slot: str) -> None:
         assert re.search(rf"^\| `{name}` \| \S.*\|$", said, re.MULTILINE), name
 
 
+def test_a_slot_of_both_phases_says_what_an_input_is_in_either() -> None:
+    said = section("register_kl_placements")
+    for line in (
+        "| `rewards` | (N,) weighted sum of the reward functions, as shaped so far; KL in the reward summed in |",
+        "| `per_token_loss` | (B, T) loss of each token so far |",
+        "| `kl_coef` | the KL coefficient in force, a float |",
+        "| `mask` | (N, T) bool, True where a token counts; in the loss (B, T) |",
+    ):
+        assert line in said.splitlines()
+    assert "| `kl` | (N, T) per-token KL to the reference; in the loss (B, T) per-token KL" in said
+
+
 def example(hook: str, folder: Path) -> str:
     (source,) = blocks(section(hook))
     path = folder / f"{hook}.py"
@@ -120,4 +132,4 @@ def test_the_commands_of_the_tutorial_exist(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_plugins_of_this_repository_are_named() -> None:
     for path in GUIDE.parent.glob("*/pyproject.toml"):
-        assert f"({path.parent.name})" in TEXT, path.parent.name
+        assert re.search(rf"^\| \[{path.parent.name}\]\({path.parent.name}\) \| \w.* \|$", TEXT, re.MULTILINE), path
