@@ -120,14 +120,23 @@ def test_the_tutorials_test_passes_on_its_plugin(tmp_path: Path) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
 
 
-def test_the_commands_of_the_tutorial_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def trl_variants(line: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "trl_variants", *shlex.split(line, comments=True)[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     (tmp_path / "fading.py").write_text(steps()[-1])
-    monkeypatch.chdir(tmp_path)
-    for line in "\n".join(blocks(TUTORIAL, "bash")).splitlines():
-        if line.startswith("trl-variants show"):
-            command = [sys.executable, "-m", "trl_variants", *shlex.split(line)[1:]]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0 and "tanh" in done.stdout, done.stderr
+    show, demo, new_plugin = re.findall(r"^trl-variants .*$", TUTORIAL, re.MULTILINE)
+    (diff,) = re.findall(r"`(trl-variants diff [^`]*)`", TUTORIAL)
+    assert "tanh" in trl_variants(show, tmp_path)
+    assert "fading width=0.3" in trl_variants(diff, tmp_path)
+    assert "s of training" in trl_variants(f"{demo} --steps 2", tmp_path)
+    trl_variants(new_plugin, tmp_path)
+    (toml,) = blocks(TUTORIAL, "toml")
+    assert toml in (tmp_path / "trl-variants-fading" / "pyproject.toml").read_text()
 
 
 def test_the_plugins_of_this_repository_are_named() -> None:
