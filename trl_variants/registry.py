@@ -19,6 +19,7 @@ from trl_variants.collection import collect, name_of, twice
 from trl_variants.declaration import ComponentInfo
 from trl_variants.discovery import Owner, import_source, installed_plugins, loaded
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.firstparty import where_to_get
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
@@ -94,7 +95,8 @@ class Registry:
         if name in registered:
             return registered[name]
         elsewhere = [other for other in SLOTS if name in self._components[other]]
-        hint = f" '{name}' is a {elsewhere[0]}." if elsewhere else did_you_mean(name, registered)
+        nearest = where_to_get(name) or did_you_mean(name, registered)
+        hint = f" '{name}' is a {elsewhere[0]}." if elsewhere else nearest
         raise self._unknown(
             f"No {slot} named '{name}'.{hint} Registered: {listing(sorted(map(str, registered.values())))}."
         )
@@ -106,7 +108,8 @@ class Registry:
             return self._variants[name][0]
         owned = (f"{known} ({owner})" for known, (_, owner) in sorted(self._variants.items()))
         raise self._unknown(
-            f"No variant named '{name}'.{did_you_mean(name, self._variants)} Registered: {listing(owned)}."
+            f"No variant named '{name}'.{where_to_get(name) or did_you_mean(name, self._variants)} "
+            f"Registered: {listing(owned)}."
         )
 
     def reward_function(self, name: str) -> Callable[..., Any]:

@@ -181,3 +181,18 @@ def test_a_split_that_is_not_there_is_named_before_a_model_is_loaded(tmp_path: P
     assert result.stderr.endswith(
         "Error: The dataset has no split 'trian'. Did you mean 'train'? It has: train, test.\n"
     )
+
+
+def test_plugins_of_the_line_stand_beside_those_of_the_file(tmp_path: Path) -> None:
+    source = "from trl_variants import Variant, hookimpl\n@hookimpl\ndef register_variants():\n    return [{}]\n"
+    for name, parent in (("first", "dr_grpo"), ("second", "first")):
+        (tmp_path / f"{name}.py").write_text(source.format(f'Variant(name="{name}", extends="{parent}")'))
+    (tmp_path / "config.yaml").write_text(
+        f"variant: second\nvariant_plugins: [{tmp_path / 'first.py'}]\nmodel_name_or_path: m\ndataset_name: d\n"
+        "reward_funcs: [accuracy_reward]\n"
+    )
+    line = ["check", str(tmp_path / "config.yaml"), "--plugins", str(tmp_path / "second.py")]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0 and "second" in done.output
+    assert CliRunner().invoke(app, line[:2]).exit_code == 2
+    assert CliRunner().invoke(app, [*line, "--variant_plugins", str(tmp_path / "first.py")]).exit_code == 0

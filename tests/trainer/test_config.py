@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,7 @@ from trl import GRPOConfig
 
 from tests import tiny
 from trl_variants import Variant, VariantConfig, VariantError
+from trl_variants.firstparty import where_to_get
 
 ENTROPY = "regularizer: {name: adaptive_entropy, %s: ...}"
 #: Every setting that the variant alone decides: a value to set, and the override that the message must name.
@@ -36,7 +38,6 @@ OWNED: dict[str, tuple[Any, str]] = {
     "vllm_importance_sampling_clip_min": (0.1, "token_weight: {clip_min: ...}"),
     "vllm_importance_sampling_cap": (2.0, "token_weight: {clip_max: ...}"),
 }
-PLUGIN = " (with a component that does this, from a plugin)"
 OWNED["top_entropy_quantile"] = (
     0.5,
     "token_weight: [{name: high_entropy_mask, top_entropy_quantile: ...}, rollout_correction]",
@@ -45,16 +46,10 @@ OWNED["off_policy_mask_threshold"] = (
     0.5,
     "token_weight: [{name: off_policy_mask, threshold: ...}, rollout_correction]",
 )
+OWNED |= {f"sapo_temperature_{side}": (1.0, f"clip_rule: {{name: sapo, tau_{side}: ...}}") for side in ("neg", "pos")}
 OWNED |= {
-    name: (1.0, f"clip_rule: ...{PLUGIN}")
-    for name in (
-        "sapo_temperature_neg",
-        "sapo_temperature_pos",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-    )
+    f"vespo_{name}": (1.0, f"clip_rule: {{name: vespo, {name}: ...}}")
+    for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
 }
 FROZEN_REFERENCE = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 64}
 
@@ -72,8 +67,7 @@ def refused(folder: Any, *args: Any, **settings: Any) -> str:
 @pytest.mark.parametrize("name", OWNED)
 def test_a_setting_that_the_variant_decides_is_refused_with_the_override_to_use(name: str, tmp_path: Any) -> None:
     value, override = OWNED[name]
-    plugins = {"high_entropy_mask": "trl-variants-entropy", "off_policy_mask": "trl-variants-offpolicy"}
-    home = "".join(f" {part} is in the plugin {plugin}." for part, plugin in plugins.items() if part in override)
+    home = "".join(map(where_to_get, re.findall(r"name: (\w+)", override)))
     assert refused(tmp_path, **{name: value}) == (
         f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}.{home}"
     )

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from trl_variants import __version__
 from trl_variants.cli import demo, train
+from trl_variants.cli.output import Plugins
 from trl_variants.errors import VariantError
 
 
@@ -36,12 +37,6 @@ app = typer.Typer(
     help="Variants of policy-gradient training (GRPO, RLOO, DAPO, ...) as plugins on TRL's trainer.",
 )
 
-Plugins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--plugins", metavar="MODULE", help="Load a module or a .py file that is not installed as a plugin. Repeatable."
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.cells import cell_len
@@ -21,6 +21,7 @@ from trl_variants.registry import Registry, load_registry
 
 __all__ = [
     "Form",
+    "Plugins",
     "Row",
     "chosen",
     "code",
@@ -45,6 +46,13 @@ _GAP = 2
 
 
 # -- options -----------------------------------------------------------------------------------
+
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugins", metavar="MODULE", help="Load a module or a .py file that is not installed as a plugin. Repeatable."
+    ),
+]
 
 
 def chosen(as_json: bool, as_markdown: bool) -> Form:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trl_variants.cli.output import Plugins
 from trl_variants.errors import VariantError
 
 __all__ = ["check", "train"]
@@ -17,6 +18,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings; options given besides win.")] = None,
+    plugins: Plugins = None,
 ) -> None:
     """Train from a YAML file. Takes every option of TRL's GRPO script, and variant, variant_overrides, variant_plugins.
 
@@ -26,12 +28,13 @@ def train(
         raise VariantError("No config: give --config FILE.yaml.")
     from trl_variants.trainer.launch import parse, run
 
-    run(parse(_arguments(config, context)))
+    run(parse(_arguments(config, context), plugins=plugins or ()))
 
 
 def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file with settings; options given besides win.")],
+    plugins: Plugins = None,
 ) -> None:
     """Check a YAML file: everything that can be known before a model is loaded."""
     from rich.console import Console
@@ -40,7 +43,7 @@ def check(
     from trl_variants.describe import models
     from trl_variants.trainer.launch import parse
 
-    job = parse(_arguments(config, context), anywhere=True)
+    job = parse(_arguments(config, context), anywhere=True, plugins=plugins or ())
     training, recipe = job.training, job.training.recipe
     steps, accumulation = training.steps_per_generation, training.gradient_accumulation_steps
     reward_model = any(isinstance(function, str) for function in job.reward_funcs)

@@ -20,6 +20,7 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_variants.errors import VariantError, did_you_mean, listing
+from trl_variants.firstparty import where_to_get
 from trl_variants.overrides import OVERRIDES
 from trl_variants.rebuilding import settings_of_run
 from trl_variants.registry import load_registry
@@ -41,13 +42,14 @@ class Job:
     settings: dict[str, Any]
 
 
-def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
+def parse(arguments: Sequence[str], *, anywhere: bool = False, plugins: Sequence[str] = ()) -> Job:
     """Parse ``--config FILE.yaml`` and further options, which win over the file.
 
     Args:
         arguments: The command line.
         anywhere: Whether a machine without an accelerator, and without the libraries of rewards, is good enough, as it
             is for checking.
+        plugins: Modules and files to load besides the ``variant_plugins`` of file and line.
 
     Raises:
         VariantError: A key is unknown or has a wrong value, or something that is named does not exist.
@@ -67,6 +69,8 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
             raise VariantError("--config needs the name of a YAML file.")
         settings = _apply_file(parser, Path(arguments[at + 1]))
         del arguments[at : at + 2]
+    if plugins:
+        arguments = _with_plugins(arguments, plugins, settings)
     script, training, model, data = _parse_line(parser, arguments)
     settings |= _given(parser, arguments)
     job = Job(script, training, model, data, _reward_functions(script, training), settings)
@@ -75,6 +79,16 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False) -> Job:
         for function in job.reward_funcs:
             check_libraries(function)
     return job
+
+
+def _with_plugins(arguments: list[str], plugins: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """The line with further plugins, beside those that it or the file names."""
+    flag = "--variant_plugins"
+    if flag in arguments:
+        at = arguments.index(flag) + 1
+        return [*arguments[:at], *plugins, *arguments[at:]]
+    said = settings.get("variant_plugins") or []
+    return [*arguments, flag, *([said] if isinstance(said, str) else said), *plugins]
 
 
 def run(job: Job) -> Any:
@@ -265,7 +279,8 @@ def _reward_elsewhere(name: str, known: Sequence[str]) -> Callable[..., Any] | s
     module, _, attribute = name.rpartition(".")
     if not module:
         raise VariantError(
-            f"No reward function named '{name}'.{did_you_mean(name, known)} Names: {listing(known)}. A "
+            f"No reward function named '{name}'.{where_to_get(name) or did_you_mean(name, known)} "
+            f"Names: {listing(known)}. A "
             "function of your own is written as a dotted path (my_module.my_reward), a model by its id or folder."
         )
     if os.getcwd() not in sys.path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from trl_variants.firstparty import where_to_get
 
 __all__ = ["Owned", "OwnedSettings", "refusal"]
 
@@ -61,26 +64,20 @@ class OwnedSettings:
     vllm_importance_sampling_clip_max: float | None = _owned("token_weight: {clip_max: ...}", 3.0)
     vllm_importance_sampling_clip_min: float | None = _owned("token_weight: {clip_min: ...}", None)
     vllm_importance_sampling_cap: float | None = _owned("token_weight: {clip_max: ...}", None)
-    sapo_temperature_neg: float | None = _owned("clip_rule: ...", 1.05)
-    sapo_temperature_pos: float | None = _owned("clip_rule: ...", 1.0)
-    vespo_k_pos: float | None = _owned("clip_rule: ...", 2.0)
-    vespo_lambda_pos: float | None = _owned("clip_rule: ...", 3.0)
-    vespo_k_neg: float | None = _owned("clip_rule: ...", 3.0)
-    vespo_lambda_neg: float | None = _owned("clip_rule: ...", 2.0)
+    sapo_temperature_neg: float | None = _owned("clip_rule: {name: sapo, tau_neg: ...}", 1.05)
+    sapo_temperature_pos: float | None = _owned("clip_rule: {name: sapo, tau_pos: ...}", 1.0)
+    vespo_k_pos: float | None = _owned("clip_rule: {name: vespo, k_pos: ...}", 2.0)
+    vespo_lambda_pos: float | None = _owned("clip_rule: {name: vespo, lambda_pos: ...}", 3.0)
+    vespo_k_neg: float | None = _owned("clip_rule: {name: vespo, k_neg: ...}", 3.0)
+    vespo_lambda_neg: float | None = _owned("clip_rule: {name: vespo, lambda_neg: ...}", 2.0)
     sync_ref_model: bool | None = _owned("kl: ...", False)
     ref_model_mixup_alpha: float | None = _owned("kl: ...", 0.6)
     ref_model_sync_steps: int | None = _owned("kl: ...", 512)
-
-
-#: Where a component is that an override names and that is not built in.
-_HOMES = {"high_entropy_mask": "trl-variants-entropy", "off_policy_mask": "trl-variants-offpolicy"}
 
 
 def refusal(name: str, override: str) -> str:
     """Why a field is refused, and what to write instead."""
     if name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
         return f"{name} is set in the config, but the reference of a variant never changes. Remove it."
-    if name.startswith(("sapo", "vespo")):
-        override += " (with a component that does this, from a plugin)"
-    homes = "".join(f" {part} is in the plugin {home}." for part, home in _HOMES.items() if part in override)
+    homes = "".join(map(where_to_get, re.findall(r"name: (\w+)", override)))
     return f"{name} is set in the config, but the variant decides it. Use variant_overrides: {{{override}}}.{homes}"

@@ -1,0 +1,77 @@
+"""Which distribution of ours has what is not built in, so that an error about a missing name can say it."""
+
+from __future__ import annotations
+
+__all__ = ["FIRST_PARTY", "where_to_get"]
+
+#: Names of variants, components and rewards by the distribution that registers them; a test holds it against them.
+_NAMES = {
+    "trl-variants-baselines": (
+        "ema_baseline",
+        "gpg",
+        "grpo_passk",
+        "leave_one_out_std",
+        "length_adaptive_gae",
+        "loo_grpo",
+        "maxrl",
+        "opo",
+        "pass_at_k",
+        "positive_nll",
+        "reinforce_ema",
+        "reinforce_running",
+        "remax",
+        "running_baseline",
+        "vapo",
+    ),
+    "trl-variants-blend": (
+        "ppo_grpo_blend",
+        "weighted_sum",
+    ),
+    "trl-variants-entropy": (
+        "clip_cov",
+        "forking_tokens",
+        "high_entropy_mask",
+        "kl_cov",
+        "skywork_or1",
+    ),
+    "trl-variants-offpolicy": (
+        "decoupled_grpo",
+        "decoupled_ppo",
+        "dppo_kl",
+        "dppo_tv",
+        "geo_is_grpo",
+        "geo_rs_grpo",
+        "geometric_correction",
+        "icepop",
+        "k3_rs_grpo",
+        "m2po",
+        "off_policy_mask",
+        "opsm_grpo",
+        "rejection",
+        "second_moment_mask",
+        "topr",
+    ),
+    "trl-variants-rewards": (
+        "math_verify",
+        "reasoning_gym",
+    ),
+    "trl-variants-soft": (
+        "batch_reward_std",
+        "bnpo",
+        "gdpo",
+        "gmpo",
+        "lite_ppo",
+        "luspo",
+        "sapo",
+        "seq_mean_length_weighted",
+        "two_sided_grpo",
+        "vespo",
+    ),
+}
+FIRST_PARTY = {name: distribution for distribution, names in _NAMES.items() for name in names}
+
+
+def where_to_get(name: str) -> str:
+    """A sentence that says what to install for a name, with a blank before it; nothing where it is not ours."""
+    home = FIRST_PARTY.get(name)
+    return f" '{name}' is in the plugin {home}: pip install {home}." if home else ""
