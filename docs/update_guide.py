@@ -1,4 +1,7 @@
-"""Write what each hook's components may name, and the contract, between their markers in the author's guide."""
+"""Write what is generated in the author's guide between its markers.
+
+That is the list of plugins, what each hook's components may name, and the contract.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,26 @@ import re
 from pathlib import Path
 
 from trl_variants.conformance import PROPERTIES
-from trl_variants.slots import LEARNING_INPUTS, ROLLOUT_INPUTS, SLOTS, Slot
+from trl_variants.slots import SLOTS, Slot
 
 GUIDE = Path(__file__).parent.parent / "plugins" / "README.md"
 
 
 def inputs(slot: Slot) -> str:
     """The inputs of a slot with their shapes, as a table."""
-    meanings = {"rollout": ROLLOUT_INPUTS, "learning": LEARNING_INPUTS, "both": {**ROLLOUT_INPUTS, **LEARNING_INPUTS}}
-    rows = [f"| `{name}` | {meanings[slot.phase][name].replace('|', chr(92) + '|')} |" for name in slot.inputs]
+    rows = [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in slot.meanings.items()]
     return "\n".join(["| it may name | |", "|---|---|", *rows])
+
+
+def plugins() -> str:
+    """The plugins of this repository, each with its description."""
+    rows = []
+    for path in sorted(GUIDE.parent.glob("*/pyproject.toml")):
+        found = re.search(r'^description = "(.*)"$', path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert found, path
+        about = re.sub(",? for trl-variants", "", found[1])
+        rows.append(f"| [{path.parent.name}]({path.parent.name}) | {about} |")
+    return "\n".join(["| plugins of this repository | |", "|---|---|", *rows])
 
 
 def contract() -> str:
@@ -27,7 +40,10 @@ def contract() -> str:
 
 def updated(text: str) -> str:
     """The guide with everything that is generated in it."""
-    parts = {f"inputs: {slot.name}": inputs(slot) for slot in SLOTS.values()} | {"properties": contract()}
+    parts = {f"inputs: {slot.name}": inputs(slot) for slot in SLOTS.values()} | {
+        "plugins": plugins(),
+        "properties": contract(),
+    }
     for name, part in parts.items():
         end = name.partition(":")[0]
         between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{end} -->)", re.DOTALL)

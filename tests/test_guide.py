@@ -44,6 +44,18 @@ def test_a_section_has_the_shape_of_every_input(slot: str) -> None:
         assert re.search(rf"^\| `{name}` \| \S.*\|$", said, re.MULTILINE), name
 
 
+def test_a_slot_of_both_phases_says_what_an_input_is_in_either() -> None:
+    said = section("register_kl_placements")
+    for line in (
+        "| `rewards` | (N,) weighted sum of the reward functions, as shaped so far; KL in the reward summed in |",
+        "| `per_token_loss` | (B, T) loss of each token so far |",
+        "| `kl_coef` | the KL coefficient in force, a float |",
+        "| `mask` | (N, T) bool, True where a token counts; in the loss (B, T) |",
+    ):
+        assert line in said.splitlines()
+    assert "| `kl` | (N, T) per-token KL to the reference; in the loss (B, T) per-token KL" in said
+
+
 def example(hook: str, folder: Path) -> str:
     (source,) = blocks(section(hook))
     path = folder / f"{hook}.py"
@@ -108,16 +120,25 @@ def test_the_tutorials_test_passes_on_its_plugin(tmp_path: Path) -> None:
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
 
 
-def test_the_commands_of_the_tutorial_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def trl_variants(line: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "trl_variants", *shlex.split(line, comments=True)[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     (tmp_path / "fading.py").write_text(steps()[-1])
-    monkeypatch.chdir(tmp_path)
-    for line in "\n".join(blocks(TUTORIAL, "bash")).splitlines():
-        if line.startswith("trl-variants show"):
-            command = [sys.executable, "-m", "trl_variants", *shlex.split(line)[1:]]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0 and "tanh" in done.stdout, done.stderr
+    show, demo, new_plugin = re.findall(r"^trl-variants .*$", TUTORIAL, re.MULTILINE)
+    (diff,) = re.findall(r"`(trl-variants diff [^`]*)`", TUTORIAL)
+    assert "tanh" in trl_variants(show, tmp_path)
+    assert "fading width=0.3" in trl_variants(diff, tmp_path)
+    assert "s of training" in trl_variants(f"{demo} --steps 2", tmp_path)
+    trl_variants(new_plugin, tmp_path)
+    (toml,) = blocks(TUTORIAL, "toml")
+    assert toml in (tmp_path / "trl-variants-fading" / "pyproject.toml").read_text()
 
 
 def test_the_plugins_of_this_repository_are_named() -> None:
     for path in GUIDE.parent.glob("*/pyproject.toml"):
-        assert f"({path.parent.name})" in TEXT, path.parent.name
+        assert re.search(rf"^\| \[{path.parent.name}\]\({path.parent.name}\) \| \w.* \|$", TEXT, re.MULTILINE), path

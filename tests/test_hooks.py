@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from tests.components.common import close
 from trl_variants import ClipResult, Variant, component, hookimpl, hookspecs, load_registry, resolve
 from trl_variants.registry import Owner, Registry
-from trl_variants.testing import make_batch, make_rollout
+from trl_variants.testing import make_batch, make_rollout, train_config
+
+ROOT = Path(__file__).parent.parent
 
 
 def plugin(hook: str, *items: Any) -> Registry:
@@ -150,13 +153,16 @@ def test_hook_register_loss_aggregators() -> None:
     close(recipe.loss(make_batch(advantages=[1.0, 1.0], lengths=[1, 3])).loss, -4.0)
 
 
-def test_hook_register_reward_functions() -> None:
-    def always_one(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    registry = plugin("register_reward_functions", always_one)
-    assert registry.reward_function("always_one") is always_one
-    assert str(registry.owner("reward_function", "always_one")) == "mine 1.0"
+def test_hook_register_reward_functions(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from trl_variants import hookimpl\n\n\n"
+        "def first_token(completion_ids, **kwargs):\n    return [float(ids[0]) for ids in completion_ids]\n\n\n"
+        "@hookimpl\ndef register_reward_functions():\n    return [first_token]\n"
+    )
+    plugins, rewards = [str(tmp_path / "mine.py")], {"reward_funcs": "first_token"}
+    log = train_config(ROOT / "configs" / "reinforce.yaml", tmp_path / "run", steps=1, plugins=plugins, **rewards)
+    # Ids of tokens, which no other reward gives, under the name by which the config asked for it.
+    assert 1 < log[0]["reward"] <= 31 and log[0]["rewards/first_token/mean"] == log[0]["reward"]
 
 
 def test_hook_register_variants() -> None:

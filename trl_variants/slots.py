@@ -111,6 +111,19 @@ class Slot:
         """Name of the registration hook."""
         return f"register_{self.name}s"
 
+    @property
+    def meanings(self) -> dict[str, str]:
+        """What each of its inputs is, with its shape; in a slot of both phases, what it is in either."""
+        if self.phase != "both":
+            known = ROLLOUT_INPUTS if self.phase == "rollout" else LEARNING_INPUTS
+            return {name: known[name] for name in self.inputs}
+        meanings = {name: ROLLOUT_INPUTS.get(name) or LEARNING_INPUTS[name] for name in self.inputs}
+        for name in meanings.keys() & LEARNING_INPUTS.keys() - {"rewards"}:  # who names rewards runs at the rollout
+            if LEARNING_INPUTS[name] != meanings[name]:
+                same = meanings[name].partition(") ")[2]
+                meanings[name] += f"; in the loss {LEARNING_INPUTS[name].removesuffix(f' {same}')}"
+        return meanings
+
 
 _ROWS = ("scored", "group_ids", "mask", "lengths", "truncated", "has_eos", "max_length", "keep", "state")
 _REWARDS = ("rewards", "token_rewards", "rewards_per_func", "reward_weights", "reward_names")

@@ -23,7 +23,7 @@ from trl_variants.cli.output import (
 from trl_variants.describe import number, plain
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.registry import Owner, Registered, Registry
-from trl_variants.slots import LEARNING_INPUTS, ROLLOUT_INPUTS, SLOTS, Slot
+from trl_variants.slots import SLOTS, Slot
 
 __all__ = ["run"]
 
@@ -143,12 +143,11 @@ def _print(data: dict[str, list[dict[str, Any]]]) -> None:
 
 def _print_inputs(slot: Slot) -> None:
     """What a component of one's own in this slot may name, for who asks for one slot."""
-    known = {"rollout": ROLLOUT_INPUTS, "learning": LEARNING_INPUTS, "both": {**ROLLOUT_INPUTS, **LEARNING_INPUTS}}
-    rows: list[tuple[str | Text, ...]] = [(name, known[slot.phase][name]) for name in slot.inputs]
+    rows: list[tuple[str | Text, ...]] = list(slot.meanings.items())
     letters = "N completions of the rollout, B of a micro-batch, T tokens, F reward functions"
     row = "B" if slot.phase == "learning" else "N"
     shape = {"": "a scalar", "N": f"({row},)", "NT": f"({row}, T)", "N1": f"({row}, 1)"}
-    shapes = " or ".join(shape[name] for name in slot.shapes)
+    shapes = " or ".join(shape[name] for name in slot.shapes) + (", in the loss (B, T)" if slot.phase == "both" else "")
     emit(Text.assemble(("inputs", "bold"), "  ", ("what a component here may name", "dim")), columns(rows), "")
     emit(Text(f"It returns {shapes}. {letters}.", style="dim"))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
 
 from trl_variants import __version__
-from trl_variants.cli.output import print_raw
+from trl_variants.cli.output import load, print_raw
 from trl_variants.errors import VariantError
-from trl_variants.registry import load_registry
 
 __all__ = ["run"]
 
@@ -36,14 +36,16 @@ def run(name: str, directory: Path | None) -> None:
     """
     words = _words(name)
     folder = directory or Path(words["distribution"])
-    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
-        raise VariantError(f"{folder} exists already. Choose another NAME, or --directory.")
-    for template, place in _FILES.items():
-        path = folder / Template(place).substitute(words)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = (resources.files("trl_variants") / "templates" / f"{template}.txt").read_text(encoding="utf-8")
-        path.write_text(Template(text).substitute(words), encoding="utf-8")
-    places = "\n".join(f"  {folder / Template(place).substitute(words)}" for place in _FILES.values())
+    files = {Template(place).substitute(words): _filled(template, words) for template, place in _FILES.items()}
+    try:
+        if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+            raise VariantError(f"{folder} exists already. Choose another NAME, or --directory.")
+        for place, text in files.items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise VariantError(f"The plugin cannot be written into {folder}: {error}") from error
+    places = "\n".join(f"  {folder / place}" for place in files)
     print_raw(
         f"{words['distribution']}: one component and one variant, with tests that pass.\n{places}\n\n"
         f"Next:\n  pip install --editable '{folder}[test]'\n  python -m pytest {folder}\n"
@@ -54,6 +56,7 @@ def run(name: str, directory: Path | None) -> None:
 def _words(name: str) -> dict[str, str]:
     """What the templates are filled with."""
     plain = re.sub(r"[-_.\s]+", "-", name.strip().lower()).removeprefix(_PREFIX).strip("-")
+    plain = "" if plain == _PREFIX.strip("-") else plain  # nothing of its own
     plugin = plain.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", plugin) or keyword.iskeyword(plugin):
         near = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
@@ -61,15 +64,46 @@ def _words(name: str) -> dict[str, str]:
         raise VariantError(
             f"'{name}' is no name of a plugin: letters, digits and dashes, a letter first. '{near}' is one."
         )
-    registry = load_registry("none")
-    if plugin in registry.variants:
-        raise VariantError(
-            f"There is a variant '{plugin}' already, and the plugin's would have its name. Choose another."
-        )
-    return {
+    words = {
         "distribution": f"{_PREFIX}{plain}",
         "module": f"trl_variants_{plugin}",
         "plugin": plugin,
         "title": plain.replace("-", " ").capitalize(),
-        "version": __version__,
+        "requires": _compatible(__version__),
     }
+    _require_free(words)
+    return words
+
+
+def _require_free(words: Mapping[str, str]) -> None:
+    """Refuse what could not be loaded beside the built-ins and what is installed: a name that is taken."""
+    plugin, registry = words["plugin"], load(None)
+    near = f"'my-{words['distribution'].removeprefix(_PREFIX)}' is another name."
+    for owner in registry.plugins[1:]:
+        if owner.plugin == plugin or owner.distribution == words["distribution"]:
+            raise VariantError(f"The plugin '{owner.plugin}' of {owner} is installed already. {near}")
+    for kind, name, known in (
+        ("variant", plugin, registry.variants),
+        ("clip_rule", f"{plugin}_clip", registry.components("clip_rule")),
+    ):
+        if name in known:
+            raise VariantError(
+                f"There is a {kind} '{name}' already, of {registry.owner(kind, name)}, and the plugin's would have its "
+                f"name. {near}"
+            )
+
+
+def _filled(template: str, words: Mapping[str, str]) -> str:
+    text = (resources.files("trl_variants") / "templates" / f"{template}.txt").read_text(encoding="utf-8")
+    return Template(text).substitute(words)
+
+
+def _compatible(version: str) -> str:
+    """The versions of trl-variants that a plugin written for this one takes.
+
+    Example:
+        >>> _compatible("0.1.3"), _compatible("2.4.0")
+        ('>=0.1,<0.2', '>=2.4,<3')
+    """
+    major, minor = map(int, version.split(".")[:2])
+    return f">={major}.{minor},<{major + 1 if major else f'0.{minor + 1}'}"
