@@ -126,11 +126,16 @@ def test_the_templates_are_in_the_wheel_of_the_core() -> None:
         ("class", "'my-class' is one."),
         ("..", "'my' is one."),
         ("trl-variants", "'my' is one."),
-        ("grpo", "There is a variant 'grpo' already"),
-        ("dual", "There is a clip_rule 'dual_clip' already"),
+        ("grpo", "'grpo' is a name of trl-variants"),
+        ("sapo", "'sapo' is a name of trl-variants-soft already"),
+        ("soft", "trl-variants-soft is a plugin of this project. 'my-soft' is another name."),
+        ("dual", "the plugin's clip_rule would have it. 'my-dual' is"),
     ],
 )
-def test_a_name_that_will_not_do_is_refused_with_one_that_will(name: str, message: str, tmp_path: Path) -> None:
+def test_a_name_that_will_not_do_is_refused_with_one_that_will(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_VARIANTS_PLUGINS", "none")
     done = CliRunner().invoke(app, ["new-plugin", name, "--directory", str(tmp_path / "new")])
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
     assert not (tmp_path / "new").exists()

@@ -12,6 +12,7 @@ from string import Template
 from trl_variants import __version__
 from trl_variants.cli.output import load, print_raw
 from trl_variants.errors import VariantError
+from trl_variants.firstparty import FIRST_PARTY
 
 __all__ = ["run"]
 
@@ -76,21 +77,21 @@ def _words(name: str) -> dict[str, str]:
 
 
 def _require_free(words: Mapping[str, str]) -> None:
-    """Refuse what could not be loaded beside the built-ins and what is installed: a name that is taken."""
-    plugin, registry = words["plugin"], load(None)
-    near = f"'my-{words['distribution'].removeprefix(_PREFIX)}' is another name."
+    """Refuse what could not be loaded beside the built-ins, this project's plugins and what is installed."""
+    plugin, distribution, registry = words["plugin"], words["distribution"], load(None)
+    near = f"'my-{distribution.removeprefix(_PREFIX)}' is another name."
     for owner in registry.plugins[1:]:
-        if owner.plugin == plugin or owner.distribution == words["distribution"]:
+        if owner.plugin == plugin or owner.distribution == distribution:
             raise VariantError(f"The plugin '{owner.plugin}' of {owner} is installed already. {near}")
+    if distribution in FIRST_PARTY.values():
+        raise VariantError(f"{distribution} is a plugin of this project. {near}")
     for kind, name, known in (
         ("variant", plugin, registry.variants),
         ("clip_rule", f"{plugin}_clip", registry.components("clip_rule")),
     ):
-        if name in known:
-            raise VariantError(
-                f"There is a {kind} '{name}' already, of {registry.owner(kind, name)}, and the plugin's would have its "
-                f"name. {near}"
-            )
+        if name in known or name in FIRST_PARTY:
+            whose = registry.owner(kind, name) if name in known else FIRST_PARTY[name]
+            raise VariantError(f"'{name}' is a name of {whose} already, and the plugin's {kind} would have it. {near}")
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
