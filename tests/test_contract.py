@@ -52,7 +52,10 @@ def test_every_component_keeps_the_contract(slot: str, name: str) -> None:  # pa
     exact = "learning" in phases and (slot, name) not in BATCH_STATISTICS
     assert ("the_cut_changes_no_gradient" in held) == exact
     assert ("unscored_rows_count_for_nothing" in held) == ("rollout" in phases)
-    assert ("the_gradient_on_policy_is_minus_the_advantage" in held) == (slot == "clip_rule")
+    on_policy = slot in ("clip_rule", "importance_ratio", "loss_aggregator")
+    assert ("the_gradient_on_policy_is_minus_the_advantage" in held) == on_policy
+    assert ("clips_are_reported_where_they_bind" in held) == (slot == "clip_rule")
+    assert ("a_kl_is_a_divergence" in held) == (slot == "kl_estimator")
     assert ("constant_groups_get_zero" in held) == info.centres_groups()
     assert len(held) >= 5
 

@@ -256,3 +256,25 @@ def test_the_words_of_messages() -> None:
     assert did_you_mean("zzz", ["epsilon_low"]) == ""
     assert listing(["a", "b"]) == "a, b"
     assert listing([]) == "nothing"
+
+
+@component
+def several(
+    advantages: Tensor, *, weights: list[float] | None = None, by_name: dict[str, float] | None = None
+) -> Tensor:
+    """Multiply by some weights."""
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": [1.0, math.nan]}, "weights must be finite, not [1.0, nan]."),
+        ({"by_name": {"a": math.inf}}, "by_name must be finite, not {'a': inf}."),
+        ({"weights": [True]}, "weights must be list[float] or null, not [True]."),
+    ],
+)
+def test_numbers_inside_lists_and_mappings_are_checked_as_those_outside(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(VariantError) as error:
+        info_of(several).bind("advantage_normalizer", given, {})
+    assert str(error.value) == f"advantage_normalizer 'several': {message}"

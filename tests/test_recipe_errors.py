@@ -285,3 +285,37 @@ def test_a_state_that_a_checkpoint_could_not_hold_is_refused_at_once() -> None:
         VariantError, match=r"advantage_estimator 'metered' .* keeps a Meter in its state; a state holds"
     ):
         resolve("grpo", {"advantage_estimator": metered, "advantage_normalizer": None})
+
+
+@component
+def keeps_the_graph(entropies: Tensor, state: dict) -> tuple[Tensor, dict]:
+    return entropies, {"entropy": entropies.sum()}
+
+
+@component
+def scores_for_flags(log_ratio: Tensor, advantages: Tensor) -> ClipResult:
+    return ClipResult(loss=-log_ratio.exp() * advantages, high=log_ratio)
+
+
+def test_a_state_that_holds_on_to_the_graph_is_refused() -> None:
+    entropies = torch.full((1, 1), 0.5, requires_grad=True)
+    batch = make_batch(advantages=[1.0], log_probs=[[-1.0]], entropies=entropies)
+    recipe = of("dr_grpo", regularizer=keeps_the_graph)  # which shows with a gradient only
+    said = "keeps a tensor with its gradient in its state; keep it detached."
+    assert message(recipe.loss, batch).endswith(said)
+
+
+def test_clip_flags_are_bool() -> None:
+    said = message(of, "grpo", clip_rule=scores_for_flags)
+    assert said.endswith("high is of torch.float32; it says which tokens, so torch.bool.")
+
+
+@component
+def lower_in_the_group(rewards: Tensor) -> Tensor:
+    return (rewards[:, None] > rewards).sum(1)
+
+
+def test_whole_numbers_become_advantages() -> None:
+    recipe = of("dr_grpo", advantage_estimator=lower_in_the_group)
+    advantages = recipe.advantages(make_rollout([0.5, 0.1, 0.9])).advantages
+    assert advantages.tolist() == [1.0, 0.0, 2.0] and advantages.dtype is torch.float64

@@ -173,6 +173,8 @@ class Workspace:
 
     def _trained(self, advantages: Tensor) -> Tensor:
         scored: Tensor = self.inputs["scored"]
+        if not advantages.is_floating_point():  # ranks and counts may be whole numbers
+            advantages = advantages.to(self.inputs["rewards"].dtype)
         return select(advantages, scored if advantages.dim() == 1 else scored[:, None] & self.mask)
 
     def require_finite(self) -> None:
@@ -201,8 +203,10 @@ def _checked(bound: Bound, result: Any, mask: Tensor | None) -> Any:
             raise VariantError(f"{bound.who} returned {type(result).__name__}; it must return a ClipResult.")
         _check_shape(bound, result.loss, mask)
         for name in ("low", "high", "dual"):
-            if getattr(result, name) is not None:
-                _check_shape(bound, getattr(result, name), mask, f": {name}")
+            if (flag := getattr(result, name)) is not None:
+                _check_shape(bound, flag, mask, f": {name}")
+                if flag.dtype is not torch.bool:
+                    raise VariantError(f"{bound.who}: {name} is of {flag.dtype}; it says which tokens, so torch.bool.")
         return result
     if bound.slot == "advantage_estimator":
         result = result if isinstance(result, Advantages) else Advantages(result)
@@ -240,7 +244,10 @@ def _check_state(where: str, state: Any) -> None:
     elif isinstance(state, (list, tuple)):
         for value in state:
             _check_state(where, value)
-    elif type(state) not in (int, float, bool, str, type(None)) and not isinstance(state, Tensor):
+    elif isinstance(state, Tensor):
+        if state.requires_grad:
+            raise VariantError(f"{where} keeps a tensor with its gradient in its state; keep it detached.")
+    elif type(state) not in (int, float, bool, str, type(None)):
         raise VariantError(
             f"{where} keeps a {type(state).__name__} in its state; a state holds numbers, strings, tensors, lists and "
             "dicts, so that a checkpoint can hold it."

@@ -89,7 +89,7 @@ def _rollout(generations: int, max_length: int) -> Rollout:
         scored=torch.ones(rows, dtype=torch.bool),
         rewards_per_func=rewards[:, None],
         reward_weights=torch.ones(1),
-        reward_names=_AnyName(),
+        reward_names=_AnyName(("reward",)),
         group_ids=torch.arange(rows) // generations,
         mask=mask,
         lengths=mask.sum(1),

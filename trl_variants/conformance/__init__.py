@@ -16,7 +16,7 @@ from trl_variants.declaration import info_of
 from trl_variants.discovery import plugins_named
 from trl_variants.errors import VariantError, did_you_mean, listing
 from trl_variants.registry import Owner, Registry, load_registry
-from trl_variants.resolution import resolve
+from trl_variants.resolution import bind, resolve
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Use, Variant
 
@@ -69,7 +69,8 @@ def check_component(
     registry = registry or load_registry("none")
     info = registry.component(slot, component).info if isinstance(component, str) else info_of(component)
     verdicts: list[Verdict] = []
-    for host in hosts(slot, info, Use(component, dict(parameters or {}))):
+    use = Use(component, dict(parameters or {}))
+    for host in hosts(slot, bind(slot, use, registry), use):
         recipe = resolve(host, registry=registry)
         bound = next(b for b in recipe.components if b.slot == slot and b.name == info.name)
         verdicts.append(_verdict(Subject(recipe, bound), excepted))
@@ -136,7 +137,7 @@ def _verdict(subject: Subject, excepted: Collection[str]) -> Verdict:
         raise VariantError(
             f"There is no property '{unknown[0]}'.{did_you_mean(unknown[0], names)} Properties: {listing(names)}."
         )
-    found = {check.__name__: _told(check, subject) for check in PROPERTIES if check.__name__ not in excepted}
+    found = {check.__name__: _held(check, subject) for check in PROPERTIES if check.__name__ not in excepted}
     exceptions = {name: result for name, result in found.items() if isinstance(result, str)}
     return Verdict(
         (name for name, result in found.items() if result is True),
@@ -144,9 +145,18 @@ def _verdict(subject: Subject, excepted: Collection[str]) -> Verdict:
     )
 
 
-def _told(check: Callable[[Subject], bool | str], subject: Subject) -> bool | str:
-    """Run one check; a failure says which property it is."""
+def _held(check: Callable[[Subject], bool | str], subject: Subject) -> bool | str:
+    """What a property says; whatever goes wrong names it, and the input on which it did."""
     try:
         return check(subject)
-    except NonConformance as error:
-        raise NonConformance(f"{error} (property {check.__name__})") from None
+    except Exception as error:
+        given = getattr(error, "inputs", {})
+        broken = error if isinstance(error, NonConformance) else error.__cause__  # raised from within a component
+        if not isinstance(broken, NonConformance):
+            said = str(error) if isinstance(error, VariantError) else f"{type(error).__name__}: {error}"
+            broken = subject.fail(said.rstrip("."), given)
+        elif broken is not error:
+            broken = subject.fail(broken.message, given)
+        broken.broken = check.__name__
+        broken.args = (f"{broken} [{check.__name__}]",)
+        raise broken from (None if isinstance(error, NonConformance) else error)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_variants.binding import Bound
 from trl_variants.data import Advantages, Totals
 from trl_variants.declaration import ComponentInfo
 from trl_variants.slots import SLOTS
@@ -178,9 +179,10 @@ def _rows(value: Tensor) -> list[list[float]]:
 # -- a variant for a component to stand in ----------------------------------------------------------------------------
 
 
-def hosts(slot: str, info: ComponentInfo, component: Use) -> Iterator[Variant]:
+def hosts(slot: str, bound: Bound, component: Use) -> Iterator[Variant]:
     """Variants that hold the component, with as little besides as can be; the first is the one to show."""
-    critic = any(info.needs(name) for name in ("values", "old_values", "returns"))
+    needed = [name for inner in bound.with_parts for name in inner.info.inputs if inner.info.needs(name)]
+    critic = bool({"values", "old_values", "returns"} & {*needed})
     filled: dict[str, Any] = {
         "advantage_estimator": "gae" if critic else "returns",
         "advantage_normalizer": (),
@@ -191,7 +193,7 @@ def hosts(slot: str, info: ComponentInfo, component: Use) -> Iterator[Variant]:
         "kl": None,
         "critic": "separate" if critic else None,
     }
-    for changes in _changes(slot, info, component):
+    for changes in _changes(slot, bound.info, component):
         yield Variant(name="conformance", **{**filled, **changes})
 
 

@@ -53,7 +53,7 @@ def _loss(recipe: Recipe, batch: Batch, gather: Callable[[Tensor], Tensor]) -> L
 
 def state_survives_a_checkpoint(subject: Subject) -> bool:
     """Where a component keeps a state: saved after a rollout or a step and loaded again, it goes on the same."""
-    if not any("state" in bound.info.inputs for bound in subject.bounds):
+    if not any("state" in inner.info.inputs for bound in subject.bounds for inner in bound.with_parts):
         return False
     for case in subject.cases():
         for given in subject.inputs(case):

@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_variants.binding import Bound, States
-from trl_variants.conformance.acting import every_parameter_acts
-from trl_variants.conformance.inputs import FLOATS, Case, pick
+from trl_variants.conformance.acting import every_input_acts, every_parameter_acts
+from trl_variants.conformance.gradients import (
+    a_kl_is_a_divergence,
+    clips_are_reported_where_they_bind,
+    the_gradient_on_policy_is_minus_the_advantage,
+)
+from trl_variants.conformance.inputs import FLOATS, pick
 from trl_variants.conformance.lifetimes import (
     evaluation_changes_nothing,
     ranks_change_nothing,
     state_survives_a_checkpoint,
 )
-from trl_variants.conformance.running import Subject, bare, joined, outcome, watched
-from trl_variants.data import Advantages, Batch, ClipResult, Rollout
+from trl_variants.conformance.rollouts import (
+    constant_groups_get_zero,
+    dropped_groups_count_for_nothing,
+    labels_of_groups_decide_nothing,
+    unscored_rows_count_for_nothing,
+)
+from trl_variants.conformance.running import Outcome, Subject, bare, joined, outcome, watched
+from trl_variants.data import Advantages, Batch, Rollout
 
 __all__ = ["PROPERTIES"]
 
 _JUNK = (float("nan"), float("inf"), -float("inf"), 200.0, -200.0)
-_CONSTANTS = (0.0, 0.7, 0.1, 1 / 3, -2.3, 1e4 + 0.1)
 #: What comes out once per completion; all else is one number.
 _BY_ROW = ("advantages", "returns", "keep", "rewards")
 
@@ -67,29 +78,14 @@ def row_order_decides_nothing(subject: Subject) -> bool:
             found = outcome(subject.recipe, given)
             want = {n: v[order] if n in _BY_ROW or n.startswith("gradient") else v for n, v in found.items()}
             got = outcome(subject.recipe, pick(given, order))
+            want, got = _sorted_states(want), _sorted_states(got)
             subject.compare(got, want, f"rows in the order {order.tolist()} change something", given, tol=1e-9)
     return True
 
 
-def constant_groups_get_zero(subject: Subject) -> bool:
-    """Where declared ``group_centred``: completions that are equal in all get exactly 0, in float32 too."""
-    chain = [b for b in subject.bounds if b.slot in ("advantage_estimator", "advantage_normalizer")]
-    if not chain or not all(bound.info.centres_groups(bound.parameters) for bound in chain):
-        return False
-    least = subject.recipe.min_generations
-    size = max(8, least)
-    for dtype, constant in itertools.product((torch.float64, torch.float32), _CONSTANTS):
-        case = Case((1, least + 1), 3, dtype)
-        given = pick(case.rollout(), [*[0] * size, *range(1, case.rows)])
-        same = torch.arange(len(given["mask"])) < size
-        value = torch.tensor(constant, dtype=dtype)
-        given["group_ids"] = (~same).long()
-        given["rewards"] = torch.where(same, value, given["rewards"])
-        given["rewards_per_func"] = torch.where(same[:, None], value, given["rewards_per_func"])
-        advantages = outcome(subject.recipe, given)["advantages"][same]
-        if bool((advantages != 0).any()):
-            raise subject.fail(f"{size} rewards of {constant} in {dtype} give {advantages.tolist()}, not 0", given)
-    return True
+def _sorted_states(found: Outcome) -> Outcome:
+    """With what a state has collected in order: what it holds counts, not in which order it came."""
+    return {n: v.flatten().sort().values if n.startswith("state") else v for n, v in found.items()}
 
 
 def the_cut_changes_no_gradient(subject: Subject) -> bool | str:
@@ -108,42 +104,22 @@ def the_cut_changes_no_gradient(subject: Subject) -> bool | str:
     return True
 
 
-def the_gradient_on_policy_is_minus_the_advantage(subject: Subject) -> bool | str:
-    """At ratio 1 a clip rule's gradient with respect to log pi is -A, and it reports nothing clipped."""
-    rule = subject.recipe.clip_rule
-    if subject.bound not in (None, rule):
-        return False
-    if subject.recipe.importance_ratio.info.level == "sequence":
-        return f"{subject.recipe.importance_ratio.name} gives every token its sequence's mean gradient"
-    on_policy = replace(subject.recipe, kl=None, regularizers=(), token_weights=())
-    plain = replace(rule, info=replace(rule.info, function=_plain, inputs=("log_probs", "advantages"), parameters={}))
-    reference = replace(on_policy, clip_rule=plain)
-    for case, per_token in itertools.product(subject.cases(), (False, True)):
-        given = case.batch(per_token)
-        given["old_log_probs"] = given["sampling_log_probs"] = given["log_probs"]  # current, old and sampler are one
-        got, want = outcome(on_policy, given), outcome(reference, given)
-        clipped = {n: float(v) for n, v in got.items() if n.startswith("metric clip_ratio") and abs(float(v)) > 0}
-        if clipped:
-            raise subject.fail(f"at ratio 1 it reports clipping: {clipped}", given)
-        name = "gradient of log_probs"
-        subject.compare(got, {name: want[name]}, "at ratio 1 the gradient is not that of -A log pi", given, tol=1e-9)
-    return True
-
-
-def _plain(log_probs: Tensor, advantages: Tensor) -> ClipResult:
-    return ClipResult(loss=-advantages * log_probs)
-
-
 def floats_are_wide(subject: Subject) -> bool:
-    """Half-precision inputs reach components as float32; float64 stays, to the end."""
+    """Half-precision inputs reach components as float32, float64 stays to the end, and nobody narrows them between."""
     for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         seen: set[tuple[str, str, torch.dtype]] = set()
 
-        def watch(bound: Bound, arguments: tuple[Any, ...], call: Callable[[], Any], seen: Any = seen) -> Any:
+        def watch(
+            bound: Bound, arguments: tuple[Any, ...], call: Callable[[], Any], seen: Any = seen, dtype: Any = dtype
+        ) -> Any:
             for name, value in zip(bound.info.inputs, arguments, strict=True):
                 if isinstance(value, Tensor) and value.is_floating_point():
                     seen.add((str(bound), name, value.dtype))
-            return call()
+            with _Narrowing() as narrowing:  # type: ignore[no-untyped-call]
+                result = call()
+            if narrowing.found and not bound.parts:
+                raise subject.fail(f"with {dtype} given, {bound.name} makes {narrowing.found}", {})
+            return result
 
         for case in subject.cases(dtype):
             for given in subject.inputs(case):
@@ -157,53 +133,65 @@ def floats_are_wide(subject: Subject) -> bool:
     return True
 
 
+class _Narrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes a floating-point tensor that is converted to a narrower type."""
+
+    found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and result.is_floating_point():
+            old, new = args[0].dtype, result.dtype
+            if torch.finfo(new).eps > torch.finfo(old).eps:
+                self.found = f"{old} into {new}"
+        return result
+
+
 def extremes_are_finite(subject: Subject) -> bool:
-    """Log-ratios of +-200 and KL differences of +-100 give finite values and gradients."""
-    for kl, advantage in itertools.product((100.0, -100.0), (1.0, -1.0)):
-        for case in subject.cases(torch.float32):
-            for given in subject.inputs(case):
-                turn = torch.where(torch.arange(case.rows) % 2 == 0, 1.0, -1.0)[:, None]  # +200, -200, +200, ...
-                less = {"old_log_probs": 200.0, "sampling_log_probs": 200.0, "ref_log_probs": kl}
-                given |= {name: given["log_probs"] - by * turn for name, by in less.items() if name in given}
-                if "advantages" in given:
-                    given["advantages"] = torch.full_like(given["advantages"], advantage)
-                for name, value in outcome(subject.recipe, given).items():
+    """Values and gradients are finite at extreme but valid inputs, such as log-ratios of +-200 and entropies of 0."""
+    for case in subject.cases(torch.float32):
+        for given in subject.inputs(case):
+            for what, extreme in _extremes(given):
+                for name, value in outcome(subject.recipe, extreme).items():
                     if not name.startswith(("metric", "state")) and not value.isfinite().all():
-                        message = "at log-ratios of +-200 and KL differences of +-100"
-                        raise subject.fail(f"{message}, {name} is not finite: {value.tolist()}", given)
+                        raise subject.fail(f"at {what}, {name} is not finite: {value.tolist()}", extreme)
     return True
 
 
-def unscored_rows_count_for_nothing(subject: Subject) -> bool:
-    """A completion without any reward gets 0, and the others get what they get without it."""
-    if not subject.runs_in("rollout"):
-        return False
-    for case in subject.cases():
-        every = torch.arange(case.rows)
-        for unscored in ([0], [0, case.rows - 1], [*range(1, case.rows)], [*range(case.rows)]):
-            given = case.rollout()
-            given["scored"] = scored = ~torch.isin(every, torch.tensor(unscored))
-            given["rewards"] = torch.where(scored, given["rewards"], torch.nan)
-            given["rewards_per_func"] = torch.where(scored[:, None], given["rewards_per_func"], torch.nan)
-            found = outcome(subject.recipe, given)
-            if bool((found["advantages"][~scored] != 0).any()):
-                raise subject.fail(f"rows {unscored} have no reward and get {found['advantages'].tolist()}", given)
-            if scored.any():
-                without = outcome(subject.recipe, pick(given, every[scored]))
-                # KL is measured on every completion, so a controller's state may change.
-                kept = [n for n in without if n.startswith("state") and not n.startswith("state kl_controller")]
-                want = {name: without[name] for name in ("advantages", "keep", *kept)}
-                got = {**found, **{name: found[name][scored] for name in ("advantages", "keep")}}
-                subject.compare(got, want, f"rows {unscored} have no reward and change the others", given, tol=1e-9)
-    return True
+def _extremes(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Extreme inputs made from ordinary ones, each with its name."""
+    rows = len(given["mask"])
+    turn = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)  # +, -, +, ...
+
+    def filled(**values: float) -> dict[str, Any]:
+        return {**given, **{n: torch.full_like(given[n], v) for n, v in values.items() if n in given}}
+
+    for kl, advantage in itertools.product((100.0, -100.0), (1.0, -1.0)):
+        less = {"old_log_probs": 200.0, "sampling_log_probs": 200.0, "ref_log_probs": kl}
+        away = {n: given["log_probs"] - by * turn[:, None] for n, by in less.items() if n in given}
+        learning = {"advantages": torch.full_like(given["advantages"], advantage)} if "advantages" in given else {}
+        yield "log-ratios of +-200 and KL differences of +-100", {**given, **away, **learning}
+    yield "advantages of 0", filled(advantages=0.0)
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "sampling_log_probs")
+    yield "tokens that are certain", filled(entropies=0.0, **dict.fromkeys(names, 0.0))
+    yield "entropies of 12 nats", filled(entropies=12.0, **dict.fromkeys(names, -12.0))
+    yield "values of 0", filled(values=0.0, old_values=0.0, returns=0.0, final_values=0.0)
+    if "rewards_per_func" in given:
+        for what, value in (("equal rewards of 0", 0.0 * turn), ("rewards of +-10000", 1e4 * turn)):
+            rewards = {"rewards": value, "rewards_per_func": value[:, None].expand(rows, 2).clone()}
+            yield what, {**given, **rewards, **({"greedy_rewards": -value} if "greedy_rewards" in given else {})}
 
 
 def inputs_and_states_are_left_alone(subject: Subject) -> bool:
-    """Nothing that is passed in is changed in place, and the same inputs and states give the same result."""
+    """Nothing that is passed in, or the process's own, is changed, and the same inputs and states give the same."""
 
     def watch(bound: Bound, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         before = [copy.deepcopy(a.detach() if isinstance(a, Tensor) else a) for a in arguments]
+        around = _surroundings()
         result = call()
+        for what, old in around.items():
+            if not _equal(old, _surroundings()[what]):
+                raise subject.fail(f"{bound.name} changes {what}, and with it what others do", {})
         for name, old, new in zip(bound.info.inputs, before, arguments, strict=True):
             if not _equal(old, new):
                 raise subject.fail(f"its input {name} was {old} and is {new} after the call", {})
@@ -225,6 +213,16 @@ def inputs_and_states_are_left_alone(subject: Subject) -> bool:
     return True
 
 
+def _surroundings() -> dict[str, Any]:
+    """What belongs to the whole process, by what it is."""
+    return {
+        "the state of torch's random numbers": torch.get_rng_state(),
+        "the state of Python's random numbers": random.getstate(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+    }
+
+
 def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor):
         return isinstance(new, Tensor) and torch.equal(old.nan_to_num(), new.detach().nan_to_num())
@@ -241,15 +239,20 @@ def _equal(old: Any, new: Any) -> bool:
 PROPERTIES: tuple[Callable[[Subject], bool | str], ...] = (
     masked_junk_changes_nothing,
     row_order_decides_nothing,
+    labels_of_groups_decide_nothing,
     constant_groups_get_zero,
     the_cut_changes_no_gradient,
     ranks_change_nothing,
     the_gradient_on_policy_is_minus_the_advantage,
+    clips_are_reported_where_they_bind,
+    a_kl_is_a_divergence,
     floats_are_wide,
     extremes_are_finite,
     unscored_rows_count_for_nothing,
+    dropped_groups_count_for_nothing,
     inputs_and_states_are_left_alone,
     state_survives_a_checkpoint,
     evaluation_changes_nothing,
+    every_input_acts,
     every_parameter_acts,
 )

@@ -13,10 +13,11 @@ from trl_variants.binding import Bound, States
 from trl_variants.components.masked import select
 from trl_variants.conformance.inputs import FLOATS, Case, cases, describe, pick
 from trl_variants.data import Advantages, Batch, ClipResult, Metric, Rollout, Totals
+from trl_variants.errors import VariantError
 from trl_variants.recipe import BoundKL, Recipe
 from trl_variants.slots import SLOTS
 
-__all__ = ["NonConformance", "Outcome", "Subject", "bare", "joined", "outcome", "watched"]
+__all__ = ["NonConformance", "Outcome", "Subject", "bare", "joined", "outcome", "runs", "watched"]
 
 #: What came out, by name: "advantages", "loss", "gradient of log_probs", "metric kl", ...
 Outcome = dict[str, Tensor]
@@ -25,7 +26,14 @@ _SHOWN = ("mask", "rewards", "group_ids", "scored", "log_probs", "old_log_probs"
 
 
 class NonConformance(AssertionError):
-    """A component or variant breaks the contract."""
+    """A component or variant breaks the contract.
+
+    Attributes:
+        message: What is wrong, without who and on which input.
+        broken: The name of the property that it breaks.
+    """
+
+    message = broken = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Subject:
         for every in given:
             yield every
             fewer = {name: value for name, value in every.items() if name not in optional}
-            if len(fewer) < len(every) and _runs(outcome, self.recipe, fewer):
+            if len(fewer) < len(every) and runs(outcome, self.recipe, fewer):
                 yield fewer
 
     def bare_inputs(self, case: Case) -> Iterator[tuple[Bound, dict[str, Any]]]:
@@ -75,24 +83,29 @@ class Subject:
         found = [every]
         if bound.slot == "advantage_normalizer":  # it may refuse one of the two shapes
             found = [{**every, "advantages": a} for a in (every["advantages"], every["advantages"][:, 0])]
-            found = [given for given in found if _runs(bare, bound, given)] or found
+            found = [given for given in found if runs(bare, bound, given)] or found
         yield from ((bound, given) for given in found)
 
     def fail(self, message: str, inputs: Mapping[str, Any]) -> NonConformance:
         """The error to raise: who breaks what, and on which input."""
         who = f"{self.bound.slot} '{self.bound.name}'" if self.bound else f"variant '{self.recipe.variant.name}'"
         names = [*_SHOWN, *(name for bound in self.bounds for name in bound.info.inputs)]
-        return NonConformance(f"{who}: {message}. Smallest input tried that shows it: {describe(inputs, names)}")
+        shown = f" Smallest input tried that shows it: {describe(inputs, names)}" if inputs else ""
+        made = NonConformance(f"{who}: {message}.{shown}")
+        made.message = message
+        return made
 
     def compare(self, got: Outcome, want: Outcome, message: str, inputs: Mapping[str, Any], tol: float = 0.0) -> None:
         """Raise `NonConformance` unless all that is wanted was got."""
         for name, value in want.items():
+            if name not in got:
+                raise self.fail(f"{message}: there is no {name} any more", inputs)
             a, b = got[name].double(), value.double()
             if a.shape != b.shape or not torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True):
                 raise self.fail(f"{message}: {name} was {b.tolist()} and is {a.tolist()}", inputs)
 
 
-def _runs(call: Callable[..., object], *arguments: Any) -> bool:
+def runs(call: Callable[..., object], *arguments: Any) -> bool:
     """Whether a call is possible: a component may need an input that is optional for others."""
     try:
         call(*arguments)
@@ -101,10 +114,20 @@ def _runs(call: Callable[..., object], *arguments: Any) -> bool:
     return True
 
 
-def outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None = None) -> Outcome:
+def outcome(
+    recipe: Recipe, given: Mapping[str, Any], states: States | None = None, *, keep: Tensor | None = None
+) -> Outcome:
     """Everything that comes out of `Recipe.advantages` or `Recipe.loss`: values, gradients, metrics."""
+    try:
+        return _outcome(recipe, given, states, keep)
+    except VariantError as error:
+        error.__dict__.setdefault("inputs", given)  # for the message, should it be the end
+        raise
+
+
+def _outcome(recipe: Recipe, given: Mapping[str, Any], states: States | None, keep: Tensor | None) -> Outcome:
     if "group_ids" in given:
-        done = recipe.advantages(Rollout(**given), states=states)
+        done = recipe.advantages(Rollout(**given), states=states, keep=keep)
         found = {name: getattr(done, name) for name in ("advantages", "returns", "keep", "rewards")}
         values = {name: value for name, value in found.items() if value is not None}
         if done.next_kl_coef is not None:
@@ -123,7 +146,10 @@ def bare(bound: Bound, inputs: Mapping[str, Any]) -> Outcome:
     learning = SLOTS[bound.slot].phase != "rollout"
     leaves = {n: inputs[n].clone().requires_grad_() for n in bound.info.inputs if n in FLOATS and learning}
     own = {name: bound.parameters[name] for name in bound.info.parameters}
-    result = bound.info.function(*({**inputs, **leaves}[name] for name in bound.info.inputs), **own)
+    try:
+        result = bound.info.function(*({**inputs, **leaves}[name] for name in bound.info.inputs), **own)
+    except Exception as error:
+        raise VariantError(f"{bound.who} failed: {type(error).__name__}: {error}") from error
     state: Mapping[str, Any] = {}
     if "state" in bound.info.inputs:
         result, state = result
@@ -215,13 +241,24 @@ def _metrics(metrics: Mapping[str, Metric]) -> Outcome:
 
 
 def numbers_of(states: States) -> Outcome:
-    """The numbers in the components' states."""
-    return {
-        f"state {key}.{name}": _number(value)
-        for key, state in states.items()
-        for name, value in state.items()
-        if isinstance(value, (int, float))
-    }
+    """The numbers in the components' states, however deep they lie."""
+    return {name: value for key, state in states.items() for name, value in _numbers(f"state {key}", state)}
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        numbers = [item for item in value if isinstance(item, (int, float))]
+        yield name, torch.tensor(numbers, dtype=torch.float64)
+        for index, item in enumerate(value):
+            if not isinstance(item, (int, float)):
+                yield from _numbers(f"{name}.{index}", item)
+    elif isinstance(value, Tensor):
+        yield name, value.detach()
+    elif isinstance(value, (int, float)):
+        yield name, _number(value)
 
 
 def _join(parts: Sequence[Metric]) -> Metric:
