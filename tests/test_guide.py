@@ -104,7 +104,7 @@ def test_the_tutorial_runs_step_by_step(tmp_path: Path) -> None:
         found.append((dict(rule.parameters), "fading_dapo" in registry.variants))
     assert found == [({}, False), ({"width": 0.2}, False), ({"width": 0.2}, True), ({"width": 0.2}, True)]
     overrides = {"advantage_estimator": "against_earlier", "advantage_normalizer": "none", "reward_shaper": "none"}
-    overrides["sample_filter"] = "none"
+    overrides |= {"sample_filter": "none", "sampling": "mask"}
     recipe = resolve("fading_dapo", {**overrides, "token_weight": "unsure_tokens"}, registry)
     first = recipe.advantages(make_rollout([1.0, 0.0]))
     second = recipe.advantages(make_rollout([1.0, 1.0]), states=first.states)
