@@ -43,6 +43,8 @@ CHECKPOINTS = {
     "separate_lora": ("separate", True, "FULL_STATE_DICT"),
     "shared_lora": ("shared", True, "FULL_STATE_DICT"),
 }
+#: Kind of critic, with adapters: the runs in bfloat16.
+MIXED = {"separate": ("separate", False), "shared": ("shared", False), "separate_lora": ("separate", True)}
 
 
 def shard_on_the_cpu() -> None:
@@ -118,6 +120,28 @@ def best(folder: Path, rank: int) -> None:
     torch.save(state_of(trainer), folder / f"best-{rank}.pt")
 
 
+def mixed(folder: Path, rank: int) -> None:
+    """Runs in bfloat16 whose first forward is the reference's, as where an engine generates."""
+    for name, (critic, adapted) in MIXED.items():
+        torch.save(in_bfloat16(folder / f"mixed-{name}", critic, adapted, **SHARDED), folder / f"mixed-{name}-{rank}.pt")
+
+
+def in_bfloat16(folder: Path, critic: str, adapted: bool, **settings: Any) -> dict[str, Any]:
+    """What the loss was given in a run under mixed precision, step by step."""
+    trainer = runs.build(
+        folder,
+        "ppo",
+        model=tiny.model(dtype=torch.bfloat16),
+        options={"rollout_func": runs.scripted(), **({"peft_config": parallel.LORA["peft_config"]()} if adapted else {})},
+        **{"bf16": True, "num_generations": 1, "num_iterations": 2, "max_steps": 2, "per_device_train_batch_size": 2},
+        **{"variant_overrides": {"critic": critic}, **runs.SGD, **settings},
+    )
+    trainer.train()
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "entropies", "values")
+    batches = [batch for batch, *_ in trainer.spy.batches]
+    return {name: [getattr(batch, name).detach()[batch.mask] for batch in batches] for name in names}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     parallel.unshuffled()
@@ -129,6 +153,7 @@ def main(folder: Path) -> None:
         torch.save(seen, folder / f"{name}-{rank}.pt")
     checkpoints(folder, rank)
     best(folder, rank)
+    mixed(folder, rank)
 
 
 if __name__ == "__main__":
