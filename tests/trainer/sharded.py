@@ -43,6 +43,8 @@ CHECKPOINTS = {
     "separate_lora": ("separate", True, "FULL_STATE_DICT"),
     "shared_lora": ("shared", True, "FULL_STATE_DICT"),
 }
+#: Kind of critic, with adapters: the runs in bfloat16.
+MIXED = {"separate": ("separate", False), "shared": ("shared", False), "separate_lora": ("separate", True)}
 
 
 def shard_on_the_cpu() -> None:
@@ -129,6 +131,33 @@ def mixed(folder: Path, rank: int) -> None:
         torch.save(values.detach()[mask], folder / f"bf16-{kind}-{rank}.pt")
 
 
+def rounded(folder: Path, rank: int) -> None:
+    """Runs in bfloat16 whose first forward is the reference's, as where an engine generates."""
+    for name, (critic, adapted) in MIXED.items():
+        torch.save(
+            in_bfloat16(folder / f"mixed-{name}", critic, adapted, **SHARDED), folder / f"mixed-{name}-{rank}.pt"
+        )
+
+
+def in_bfloat16(folder: Path, critic: str, adapted: bool, **settings: Any) -> dict[str, Any]:
+    """What the loss was given in a run under mixed precision, step by step."""
+    trainer = runs.build(
+        folder,
+        "ppo",
+        model=tiny.model(dtype=torch.bfloat16),
+        options={
+            "rollout_func": runs.scripted(),
+            **({"peft_config": parallel.LORA["peft_config"]()} if adapted else {}),
+        },
+        **{"bf16": True, "num_generations": 1, "num_iterations": 2, "max_steps": 2, "per_device_train_batch_size": 2},
+        **{"variant_overrides": {"critic": critic}, **runs.SGD, **settings},
+    )
+    trainer.train()
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "entropies", "values")
+    batches = [batch for batch, *_ in trainer.spy.batches]
+    return {name: [getattr(batch, name).detach()[batch.mask] for batch in batches] for name in names}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     parallel.unshuffled()
@@ -141,6 +170,7 @@ def main(folder: Path) -> None:
     checkpoints(folder, rank)
     best(folder, rank)
     mixed(folder, rank)
+    rounded(folder, rank)
 
 
 if __name__ == "__main__":

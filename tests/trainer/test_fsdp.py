@@ -148,3 +148,18 @@ def test_the_best_model_comes_back_with_its_critic(launched: Path) -> None:
     for mine in load(launched, "best"):
         assert_equal({key: value.flatten() for key, value in saved.items()}, mine["critic"])
         assert torch.equal(runs.weights(AutoModelForCausalLM.from_pretrained(folder)), mine["policy"])
+
+
+@pytest.mark.parametrize("name", sharded.MIXED)
+def test_what_models_compute_in_bfloat16_is_not_rounded_to_it_on_the_way_out(name: str, launched: Path) -> None:
+    """Of 100 numbers of float32 that are taken anyhow, 2^-16 are numbers of bfloat16."""
+    for rank in (0, 1):
+        seen = torch.load(launched / f"mixed-{name}-{rank}.pt")
+        for key, parts in seen.items():
+            values = torch.cat(parts)
+            values = values[values != 0]  # values, before the critic has learned
+            assert len(values) > 10 and values.dtype is torch.float32
+            assert (values.bfloat16().float() == values).float().mean() < 0.1, key
+        assert torch.equal(torch.cat(seen["log_probs"][:2]), torch.cat(seen["old_log_probs"][:2]))
+        moved = torch.cat(seen["log_probs"][2:]) - torch.cat(seen["old_log_probs"][2:])
+        assert 0 < moved.abs().max() < 1

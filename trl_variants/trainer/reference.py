@@ -53,7 +53,10 @@ class Reference:
             return
         policy = self._trainer.model
         training = policy.training
+        trained = [p for p in policy.parameters() if p.requires_grad]
         with use_adapter(self._trainer.accelerator.unwrap_model(policy), adapter_name=self.adapter):
+            for parameter in trained:  # FSDP2 takes what is trained, and its dtype, from the first forward there is
+                parameter.requires_grad_(True)
             policy.eval()
             try:
                 yield policy

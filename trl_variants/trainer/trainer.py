@@ -26,6 +26,7 @@ from trl_variants.trainer.compat import VISION_INPUTS
 from trl_variants.trainer.config import VariantConfig
 from trl_variants.trainer.critic import make_critic
 from trl_variants.trainer.epochs import LearningPhase
+from trl_variants.trainer.fsdp import exact_outputs
 from trl_variants.trainer.greedy import GreedyPass, refuse_greedy
 from trl_variants.trainer.meter import Meter
 from trl_variants.trainer.monitor import Monitor, sampling_metrics
@@ -111,6 +112,7 @@ class VariantTrainer(GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        exact_outputs(self.accelerator)
         self._name = self.recipe.variant.name
         self._paper = {}
         self.reward_funcs = [
@@ -256,9 +258,7 @@ class VariantTrainer(GRPOTrainer):
         )
         if mode == "train":
             self._states = dict(result.states)
-        loss = result.loss
-        if self.accelerator.num_processes > 1:  # DDP averages gradients; the shares are to be summed
-            loss = loss * self.accelerator.num_processes
+        loss = result.loss * self.accelerator.num_processes  # gradients are averaged; the shares are to be summed
         if self.aux_loss_enabled and not warming:
             window = self.current_gradient_accumulation_steps if mode == "train" else 1
             loss = loss + self.router_aux_loss_coef * scored.aux_loss / window
