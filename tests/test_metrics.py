@@ -168,3 +168,18 @@ def test_micro_batches_join_to_the_metrics_of_the_step(table: dict, data: st.Dat
                 parts.append(recipe.loss(batch).metrics)
         for name, metric in whole.items():
             assert joined([part[name] for part in parts]) == pytest.approx(float(metric), abs=1e-6, nan_ok=True)
+
+
+def test_a_token_weight_logs_its_mean_and_what_it_takes_out() -> None:
+    # pi_old / pi_engine: 2, .5 | 4; outside [1, 3] a token is taken out
+    old = double([[-1.0, -1.0], [-1.0, -1.0]])
+    engine = old - double([[2.0, 0.5], [4.0, 1.0]]).log()
+    batch = make_batch(
+        advantages=[1.0, 1.0], log_probs=old, old_log_probs=old, sampling_log_probs=engine, mask=[[1, 1], [1, 0]]
+    )
+    weight = {"mode": "token_mask", "clip_min": 1.0, "clip_max": 3.0}
+    metrics = resolve("dr_grpo", {"token_weight": weight}, REGISTRY).loss(batch).metrics
+    assert float(metrics["token_weight/rollout_correction"]) == pytest.approx(2 / 3)
+    assert float(metrics["token_weight/rollout_correction/zero"]) == pytest.approx(2 / 3)
+    plain = resolve("dr_grpo", registry=REGISTRY).loss(make_batch(advantages=[1.0])).metrics
+    assert not [name for name in plain if name.startswith("token_weight")]

@@ -81,12 +81,14 @@ class Observed:
         mask: (B, T) bool, True where a token counts.
         values: (B, T) by name: what metrics are computed from.
         terms: (B, T) by name: those of the regularizers.
+        weights: (B, T) by name: those of the token weights.
         clipped: (B, T) or (B, 1) bool by name: what the clip rule says it clipped.
     """
 
     mask: Tensor
     values: Mapping[str, Tensor]
     terms: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
     clipped: Mapping[str, Tensor]
 
 
@@ -98,7 +100,10 @@ def observe(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
         "entropies": batch.entropies,
         "kl": x["kl"],
     }
-    for bound, _ in x.outputs:
+    weights = {}
+    for bound, result in x.outputs:
+        if bound.slot == "token_weight" and result is not None:
+            weights[bound.name] = result.expand_as(batch.mask)
         if bound.slot == "kl_estimator" and bound.info.function is not k3:
             values["ref_log_probs"] = batch.ref_log_probs
         if bound.info.function is value_loss:
@@ -108,7 +113,7 @@ def observe(x: Workspace, batch: Batch, clip: ClipResult, terms: Mapping[str, Te
     flags = {name: where for name in ("low", "high", "dual") if (where := getattr(clip, name)) is not None}
     if len({where.shape for where in flags.values()}) > 1:
         flags = {name: where.expand_as(batch.mask) for name, where in flags.items()}
-    return Observed(batch.mask, _detached(values), _detached(terms), flags)
+    return Observed(batch.mask, _detached(values), _detached(terms), _detached(weights), flags)
 
 
 def _detached(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -121,7 +126,8 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
 
     ``entropy``; ``clip_ratio/{low,high,region,dual}_mean``, ``clip_ratio/low_min`` and ``clip_ratio/high_max`` from
     what the clip rule says it clipped; ``approx_kl``, the k3 estimate of KL(old policy, policy); ``kl`` as it is
-    trained, and ``kl/k3`` for monitoring; one per regularizer, and ``clip_ratio/value`` of the value loss.
+    trained, and ``kl/k3`` for monitoring; of each token weight its mean ``token_weight/{name}`` and the share of tokens
+    that it takes out, ``token_weight/{name}/zero``; one per regularizer, and ``clip_ratio/value`` of the value loss.
     """
     mask = _end_to_end(part.mask for part in parts)
     tokens = mask.count_nonzero()
@@ -143,6 +149,10 @@ def of_step(parts: Sequence[Observed]) -> dict[str, Metric]:
             out["kl/k3"] = out["kl"]
     if "valued" in v:  # where the clip of a value loss takes the gradient away
         out["clip_ratio/value"] = Metric((v["value_clipped"] & v["valued"]).sum(), v["valued"].sum())
+    for name in parts[0].weights:
+        weight = _end_to_end(part.weights[name] for part in parts)
+        out[f"token_weight/{name}"] = mean(weight)
+        out[f"token_weight/{name}/zero"] = mean((weight == 0).float())
     for name in parts[0].terms:
         term = mean(_end_to_end(part.terms[name] for part in parts))
         out[name if name not in out else f"regularizer/{name}"] = term
