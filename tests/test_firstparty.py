@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ def test_the_table_is_what_the_plugins_register(monkeypatch: pytest.MonkeyPatch)
     assert FIRST_PARTY == {name: home for home, names in found.items() for name in names}
 
 
+@pytest.fixture(autouse=True)
+def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in FIRST_PARTY.values():
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr("trl_variants.firstparty.metadata.version", version)
+
+
 @pytest.mark.parametrize(
     ("variant", "overrides", "message"),
     [
@@ -34,6 +47,13 @@ def test_the_table_is_what_the_plugins_register(monkeypatch: pytest.MonkeyPatch)
             "No variant named 'sapo'. 'sapo' is in the plugin trl-variants-soft: pip install trl-variants-soft.",
         ),
         ("grpo", {"clip_rule": "clip_cov"}, "'clip_cov' is in the plugin trl-variants-entropy: pip install"),
+        (  # the nearest, wherever it is
+            "vesppo",
+            {},
+            "No variant named 'vesppo'. Did you mean 'vespo'? It is in the plugin trl-variants-soft: pip install "
+            "trl-variants-soft. Registered: ",
+        ),
+        ("dappo", {}, "No variant named 'dappo'. Did you mean 'dapo'? Registered: "),
         ("grpo", {"advantage_estimator": "opo"}, "'opo' is in the plugin trl-variants-baselines: pip install"),
     ],
 )
@@ -41,6 +61,12 @@ def test_a_name_of_a_plugin_that_is_not_there_says_what_to_install(variant: str,
     with pytest.raises(VariantError) as error:
         resolve(variant, overrides, load_registry("none"))
     assert message in str(error.value)
+
+
+def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_variants.firstparty.metadata.version", lambda name: "0.1.0")
+    with pytest.raises(VariantError, match="'sapo' is in the plugin trl-variants-soft, which is installed. Registered"):
+        resolve("sapo", registry=load_registry("none"))
 
 
 def test_a_name_that_is_not_ours_says_nothing() -> None:

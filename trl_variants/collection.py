@@ -86,6 +86,8 @@ def _take(found: Contribution, hook: str, item: object, where: str) -> None:
     elif hook == "register_reward_functions":
         if not callable(item):
             raise VariantError(f"{where} returned {item!r}, which is not a reward function.")
+        if not name_of(item).isidentifier() or name_of(item) == "partial":
+            raise VariantError(f"{where} returned {item!r}, which has no name for a config. Set its __name__.")
         found.reward_functions.append(item)
     else:
         slot = next(slot for slot in SLOTS.values() if slot.hook == hook)

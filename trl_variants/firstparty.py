@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["FIRST_PARTY", "where_to_get"]
+from collections.abc import Collection
+from difflib import SequenceMatcher
+from importlib import metadata
+
+from trl_variants.errors import did_you_mean
+
+__all__ = ["FIRST_PARTY", "hint", "where_to_get"]
 
 #: Names of variants, components and rewards by the distribution that registers them; a test holds it against them.
 _NAMES = {
@@ -74,4 +80,27 @@ FIRST_PARTY = {name: distribution for distribution, names in _NAMES.items() for 
 def where_to_get(name: str) -> str:
     """A sentence that says what to install for a name, with a blank before it; nothing where it is not ours."""
     home = FIRST_PARTY.get(name)
-    return f" '{name}' is in the plugin {home}: pip install {home}." if home else ""
+    return f" '{name}' is in the plugin {_how(home)}." if home else ""
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """What to say of a name that is not registered: which plugin has it, or the nearest that there is or a plugin has.
+
+    Args:
+        name: The name that was asked for.
+        known: The names that are registered.
+    """
+    # Of two that are as near, max takes the first: one that is registered.
+    nearest = max((*known, *FIRST_PARTY), key=lambda other: SequenceMatcher(None, other, str(name)).ratio())
+    if name in FIRST_PARTY or nearest in known:
+        return where_to_get(name) or did_you_mean(name, known)
+    near = did_you_mean(name, [nearest])
+    return near and f"{near} It is in the plugin {_how(FIRST_PARTY[nearest])}."
+
+
+def _how(distribution: str) -> str:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return f"{distribution}: pip install {distribution}"
+    return f"{distribution}, which is installed"

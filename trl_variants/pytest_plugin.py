@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["check_component", "check_plugin", "check_variant", "make_batch", "make_rollout", "on_ranks", "train_config"]
+__all__ = [
+    "check_component",
+    "check_plugin",
+    "check_reward_function",
+    "check_variant",
+    "make_batch",
+    "make_rollout",
+    "on_ranks",
+    "train_config",
+]
 
 
 def _offered(name: str) -> Callable[..., Any]:
@@ -55,6 +64,12 @@ def check_variant() -> Callable[..., Any]:
 def check_plugin() -> Callable[..., Any]:
     """`trl_variants.testing.check_plugin`: hold everything that a plugin registers to the contract."""
     return _offered("check_plugin")
+
+
+@pytest.fixture
+def check_reward_function() -> Callable[..., Any]:
+    """`trl_variants.testing.check_reward_function`: call a reward function as TRL does."""
+    return _offered("check_reward_function")
 
 
 @pytest.fixture

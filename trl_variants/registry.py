@@ -19,7 +19,7 @@ from trl_variants.collection import collect, name_of, twice
 from trl_variants.declaration import ComponentInfo
 from trl_variants.discovery import Owner, import_source, installed_plugins, loaded
 from trl_variants.errors import VariantError, did_you_mean, listing
-from trl_variants.firstparty import where_to_get
+from trl_variants.firstparty import hint
 from trl_variants.slots import SLOTS
 from trl_variants.variant import Variant
 
@@ -95,10 +95,9 @@ class Registry:
         if name in registered:
             return registered[name]
         elsewhere = [other for other in SLOTS if name in self._components[other]]
-        nearest = where_to_get(name) or did_you_mean(name, registered)
-        hint = f" '{name}' is a {elsewhere[0]}." if elsewhere else nearest
+        said = f" '{name}' is a {elsewhere[0]}." if elsewhere else hint(name, registered)
         raise self._unknown(
-            f"No {slot} named '{name}'.{hint} Registered: {listing(sorted(map(str, registered.values())))}."
+            f"No {slot} named '{name}'.{said} Registered: {listing(sorted(map(str, registered.values())))}."
         )
 
     def variant(self, name: str) -> Variant:
@@ -107,19 +106,16 @@ class Registry:
         if name in self._variants:
             return self._variants[name][0]
         owned = (f"{known} ({owner})" for known, (_, owner) in sorted(self._variants.items()))
-        raise self._unknown(
-            f"No variant named '{name}'.{where_to_get(name) or did_you_mean(name, self._variants)} "
-            f"Registered: {listing(owned)}."
-        )
+        raise self._unknown(f"No variant named '{name}'.{hint(name, self._variants)} Registered: {listing(owned)}.")
 
     def reward_function(self, name: str) -> Callable[..., Any]:
         """One reward function, or a `VariantError` with the nearest name and all that exist."""
         self._refuse_disputed("reward_function", name)
         if name in self._reward_functions:
             return self._reward_functions[name][0]
-        known = self._reward_functions
+        owned = (f"{known} ({owner})" for known, (_, owner) in sorted(self._reward_functions.items()))
         raise self._unknown(
-            f"No reward function named '{name}'.{did_you_mean(name, known)} Registered: {listing(sorted(known))}."
+            f"No reward function named '{name}'.{hint(name, self._reward_functions)} Registered: {listing(owned)}."
         )
 
     def owner(self, slot: str, name: str) -> Owner:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_variants.conformance import NonConformance, Verdict, check_component, check_plugin, check_variant
 from trl_variants.conformance.ranks import on_ranks
+from trl_variants.conformance.rewards import check_reward_function
 from trl_variants.conformance.training import train_config
 from trl_variants.data import Batch, Rollout, Totals
 
@@ -18,6 +19,7 @@ __all__ = [
     "Verdict",
     "check_component",
     "check_plugin",
+    "check_reward_function",
     "check_variant",
     "make_batch",
     "make_rollout",

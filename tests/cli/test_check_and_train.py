@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def test_no_reward_and_a_misspelt_one_list_the_names(check: Any) -> None:
         f"Names: {names}.\n"
     )
     assert check(reward_funcs=["acuracy_reward"]).stderr.startswith(
-        "Error: No reward function named 'acuracy_reward'. Did you mean 'accuracy_reward'? Names: " + names
+        "Error: No reward function named 'acuracy_reward'. Did you mean 'accuracy_reward'? "
+        f"Registered: accuracy_reward (trl {version('trl')}), "
     )
 
 
@@ -127,6 +129,11 @@ def test_options_win_over_the_file_and_misspelt_ones_are_refused(check: Any) -> 
 
 def test_one_reward_where_a_list_is_due_is_a_list_of_one(check: Any) -> None:
     assert "rewards     tests.tiny.low_words" in check(reward_funcs="tests.tiny.low_words").stdout
+
+
+def test_a_reward_is_shown_with_where_it_comes_from(check: Any) -> None:
+    shown = " ".join(check(reward_funcs=["think_format_reward", "tests.tiny.low_words", "some/model"]).stdout.split())
+    assert f"rewards think_format_reward (trl {version('trl')}) tests.tiny.low_words some/model rollout" in shown
 
 
 def test_train_without_anything_says_what_to_give() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,10 +42,14 @@ def check(
     from rich.table import Table
 
     from trl_variants.describe import models
+    from trl_variants.registry import load_registry
     from trl_variants.trainer.launch import parse
+    from trl_variants.trainer.rewards import written
+    from trl_variants.trainer.trl_rewards import add_trl
 
     job = parse(_arguments(config, context), anywhere=True, plugins=plugins or ())
     training, recipe = job.training, job.training.recipe
+    registry = add_trl(load_registry(extra=training.variant_plugins or ()))
     steps, accumulation = training.steps_per_generation, training.gradient_accumulation_steps
     reward_model = any(isinstance(function, str) for function in job.reward_funcs)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -53,7 +58,7 @@ def check(
         "components": "\n".join(f"{bound.slot}: {bound}" for bound in recipe.components),
         "model": str(job.model.model_name_or_path),
         "dataset": job.script.dataset_name or ", ".join(str(dataset.path) for dataset in job.data.datasets),
-        "rewards": ", ".join([*filter(None, [job.script.reward_model_name_or_path]), *(job.script.reward_funcs or [])]),
+        "rewards": "\n".join(map(partial(written, registry=registry), job.reward_names, job.reward_funcs)),
         "rollout": f"{training.generation_batch_size // training.num_generations} prompts x "
         f"{training.num_generations} completions, at most {training.max_completion_length} tokens each",
         "updates": f"{training.num_iterations * steps // accumulation} optimizer step(s) per rollout",

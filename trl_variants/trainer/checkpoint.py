@@ -10,6 +10,7 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_variants.describe import plain, recipe_dict
+from trl_variants.trainer.rewards import origins
 
 __all__ = ["load_state", "save_state", "write_recipe"]
 
@@ -20,14 +21,7 @@ _FILE = "variant_state.pt"
 
 def write_recipe(trainer: Any) -> None:
     """Log the resolved recipe, and write it as ``variant.json`` into the output folder."""
-    rewards = [
-        {
-            "name": name,
-            "function": f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}",
-        }
-        for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
-    ]
-    resolved = recipe_dict(trainer.recipe) | {"rewards": rewards, "run": plain(trainer.run_settings)}
+    resolved = recipe_dict(trainer.recipe) | {"rewards": origins(trainer), "run": plain(trainer.run_settings)}
     if trainer.args.should_save:
         os.makedirs(trainer.args.output_dir, exist_ok=True)
         with open(os.path.join(trainer.args.output_dir, "variant.json"), "w") as file:

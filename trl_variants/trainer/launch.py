@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -20,12 +18,12 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_variants.errors import VariantError, did_you_mean, listing
-from trl_variants.firstparty import where_to_get
 from trl_variants.overrides import OVERRIDES
 from trl_variants.rebuilding import settings_of_run
 from trl_variants.registry import load_registry
 from trl_variants.trainer.config import VariantConfig
-from trl_variants.trainer.trl_rewards import add_trl, check_libraries
+from trl_variants.trainer.rewards import check_call, check_libraries, named_rewards
+from trl_variants.trainer.trl_rewards import add_trl
 
 __all__ = ["Job", "parse", "run"]
 
@@ -38,6 +36,7 @@ class Job:
     training: VariantConfig
     model: ModelConfig
     data: DatasetMixtureConfig
+    reward_names: list[str]
     reward_funcs: list[Callable[..., Any] | str]
     settings: dict[str, Any]
 
@@ -70,25 +69,26 @@ def parse(arguments: Sequence[str], *, anywhere: bool = False, plugins: Sequence
         settings = _apply_file(parser, Path(arguments[at + 1]))
         del arguments[at : at + 2]
     if plugins:
-        arguments = _with_plugins(arguments, plugins, settings)
+        arguments = _with_plugins(parser, arguments, plugins)
     script, training, model, data = _parse_line(parser, arguments)
     settings |= _given(parser, arguments)
-    job = Job(script, training, model, data, _reward_functions(script, training), settings)
+    names = [*filter(None, [script.reward_model_name_or_path]), *(script.reward_funcs or ())]
+    job = Job(script, training, model, data, names, _rewards(names, training), settings)
     _check_places(job)
     if not anywhere:
-        for function in job.reward_funcs:
-            check_libraries(function)
+        for name, function in zip(names, job.reward_funcs, strict=True):
+            check_libraries(name, function)
     return job
 
 
-def _with_plugins(arguments: list[str], plugins: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """The line with further plugins, beside those that it or the file names."""
-    flag = "--variant_plugins"
-    if flag in arguments:
-        at = arguments.index(flag) + 1
-        return [*arguments[:at], *plugins, *arguments[at:]]
-    said = settings.get("variant_plugins") or []
-    return [*arguments, flag, *([said] if isinstance(said, str) else said), *plugins]
+def _with_plugins(parser: TrlParser, arguments: list[str], plugins: Sequence[str]) -> list[str]:
+    """The line with further plugins, beside those that it or else the file names."""
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument(
+        "--variant_plugins", "--variant-plugins", nargs="+", default=parser.get_default("variant_plugins")
+    )
+    found, rest = only.parse_known_args(arguments)
+    return [*rest, "--variant_plugins", *dict.fromkeys([*(found.variant_plugins or ()), *plugins])]
 
 
 def run(job: Job) -> Any:
@@ -117,6 +117,8 @@ def run(job: Job) -> Any:
             raise VariantError(
                 f"The dataset has no split '{split}'.{did_you_mean(split, dataset)} It has: {listing(dataset)}."
             )
+        for name, function in zip(job.reward_names, job.reward_funcs, strict=True):
+            check_call(name, function, dataset[split].column_names)
     with _named(f"the model {job.model.model_name_or_path} or a reward model"):
         trainer = VariantTrainer(
             model=job.model.model_name_or_path,
@@ -253,45 +255,15 @@ def _options(parser: TrlParser) -> Iterable[str]:
 # -- what is named --------------------------------------------------------------------------------------------------
 
 
-def _reward_functions(script: GRPOScriptArguments, training: VariantConfig) -> list[Callable[..., Any] | str]:
+def _rewards(names: Sequence[str], training: VariantConfig) -> list[Callable[..., Any] | str]:
     """Rewards by registered name, TRL's name, dotted path or model id."""
     registry = add_trl(load_registry(extra=training.variant_plugins or ()))
-    known = sorted(registry.reward_functions)
-    found: list[Callable[..., Any] | str] = []
-    if script.reward_model_name_or_path:
-        found.append(script.reward_model_name_or_path)
-    for name in script.reward_funcs or ():
-        if name in registry.reward_functions:
-            found.append(registry.reward_function(name))
-        else:
-            found.append(_reward_elsewhere(name, known))
-    if not found:
+    if not names:
         raise VariantError(
             "No reward: set reward_funcs to names or dotted paths, or reward_model_name_or_path to a model. "
-            f"Names: {listing(known)}."
+            f"Names: {listing(sorted(registry.reward_functions))}."
         )
-    return found
-
-
-def _reward_elsewhere(name: str, known: Sequence[str]) -> Callable[..., Any] | str:
-    if "/" in name or Path(name).is_dir():
-        return name  # a model id or a folder
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise VariantError(
-            f"No reward function named '{name}'.{where_to_get(name) or did_you_mean(name, known)} "
-            f"Names: {listing(known)}. A "
-            "function of your own is written as a dotted path (my_module.my_reward), a model by its id or folder."
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise VariantError(f"The reward function '{name}' cannot be imported: {error}") from error
-    if not callable(function):
-        raise VariantError(f"The reward function '{name}' is not callable.")
-    return function  # type: ignore[no-any-return]
+    return named_rewards(names, registry)
 
 
 def _check_places(job: Job) -> None:

@@ -14,12 +14,23 @@ from trl.trainer.utils import is_async_callable
 
 from trl_variants.errors import VariantError
 
-__all__ = ["check_engine", "check_groups", "check_prompts", "checked_reward", "stop_tokens"]
+__all__ = ["check_engine", "check_groups", "check_prompts", "checked_rewards", "stop_tokens"]
 
 logger = get_logger(__name__)
 
 _STOP_KEYS = ("eos_token_id", "stop_token_ids")  # transformers', vLLM's
 _LARGEST = torch.finfo(torch.float32).max  # TRL keeps rewards in float32
+
+
+def checked_rewards(functions: list[Any], names: list[str]) -> tuple[list[Any], list[str]]:
+    """Reward functions that check what they return, and their names.
+
+    Args:
+        functions: Reward functions and models.
+        names: What TRL calls them: a partial after the function inside, which several may share.
+    """
+    names = [getattr(f, "__name__", name) for f, name in zip(functions, names, strict=True)]
+    return [checked_reward(f, name) for f, name in zip(functions, names, strict=True)], names
 
 
 def checked_reward(function: Any, name: str) -> Any:

@@ -36,7 +36,7 @@ from trl_variants.trainer.reference import Reference
 from trl_variants.trainer.rollout import finish_rollout
 from trl_variants.trainer.rows import old_log_probs
 from trl_variants.trainer.sampling import Resampler
-from trl_variants.trainer.scoring import check_engine, check_groups, check_prompts, checked_reward, stop_tokens
+from trl_variants.trainer.scoring import check_engine, check_groups, check_prompts, checked_rewards, stop_tokens
 from trl_variants.trainer.surplus import refuse_unsupported
 
 __all__ = ["VariantTrainer"]
@@ -115,9 +115,7 @@ class VariantTrainer(GRPOTrainer):
         exact_outputs(self.accelerator)
         self._name = self.recipe.variant.name
         self._paper = {}
-        self.reward_funcs = [
-            checked_reward(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs, self.reward_func_names = checked_rewards(self.reward_funcs, self.reward_func_names)
         # TRL cuts completions after, and counts as terminated with, the model's own stop tokens only.
         self.eos_token_ids = stop_tokens(self.eos_token_ids, args.generation_kwargs)
         self.critic = make_critic(self, critic_model, peft_config)

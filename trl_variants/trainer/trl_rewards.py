@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -10,14 +9,10 @@ from typing import Any
 
 from trl import rewards
 
-from trl_variants.errors import VariantError
 from trl_variants.hookspecs import hookimpl
 from trl_variants.registry import Owner, Registry
 
-__all__ = ["add_trl", "check_libraries", "register_reward_functions"]
-
-#: What TRL's functions need beside TRL, by module and distribution, as other functions say it in ``requires``.
-_REQUIRES = {name: {"math_verify": "math-verify"} for name in ("accuracy_reward", "reasoning_accuracy_reward")}
+__all__ = ["add_trl", "register_reward_functions"]
 
 
 @hookimpl
@@ -31,11 +26,3 @@ def add_trl(registry: Registry) -> Registry:
     """Register TRL's reward functions; a name that a plugin has too is disputed."""
     registry.add(sys.modules[__name__], Owner("trl", "trl", metadata.version("trl")), strict=False)
     return registry
-
-
-def check_libraries(function: Any) -> None:
-    """Raise a `VariantError` where a reward function needs a library that is not installed."""
-    name = getattr(function, "__name__", "")
-    for module, distribution in (getattr(function, "requires", None) or _REQUIRES.get(name, {})).items():
-        if importlib.util.find_spec(module) is None:
-            raise VariantError(f"reward function '{name}' needs {distribution}: pip install {distribution}.")

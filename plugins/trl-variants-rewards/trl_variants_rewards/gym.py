@@ -6,16 +6,16 @@ import contextlib
 import functools
 import io
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trl_variants import VariantError
-from trl_variants_rewards.texts import texts
+from trl_variants_rewards.texts import tagged, texts
 
 __all__ = ["reasoning_gym"]
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+#: Tasks whose scorers compare tuples, which a stored dataset holds as lists.
+_OF_TUPLES = ("arc_agi", "rearc")
 
 
 def reasoning_gym(
@@ -29,7 +29,7 @@ def reasoning_gym(
     Args:
         completions: Texts or conversations. The answer is what stands in the last ``<answer>...</answer>``, else all of
             the text.
-        answer: The dataset's column of true answers, as reasoning-gym's entries have it.
+        answer: The dataset's column of true answers, as reasoning-gym's entries have it; None where there are many.
         metadata: The column of the entries' metadata: mappings, or JSON of them, which keeps a dataset's schema simple.
             Its ``source_dataset`` names the task.
         **kwargs: What else TRL hands over; not read.
@@ -38,7 +38,7 @@ def reasoning_gym(
         A number for each completion.
 
     Raises:
-        VariantError: A column is missing, or a row does not say which task it is of.
+        VariantError: A column is missing, a row does not say which task it is of, or is none of its entries.
 
     References:
         https://github.com/open-thought/reasoning-gym.
@@ -57,10 +57,33 @@ def _score(text: str, true: Any, said: Any) -> float:
         raise VariantError(
             "reward function 'reasoning_gym': a row's metadata has no source_dataset, the name of its task."
         )
-    found = _TAGGED.findall(text)
-    given = (found[-1] if found else text).strip()
-    with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
-        return float(_scorer(task)(given, {"answer": true, "metadata": details}))
+    entry = {"answer": true, "metadata": _as_tuples(details) if task in _OF_TUPLES else details}
+    given = tagged(text)
+    return _graded(task, text.strip() if given is None else given, entry)
+
+
+def _graded(task: str, given: str, entry: Mapping[str, Any]) -> float:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
+            return float(_scorer(task)(given, entry))
+    except VariantError:
+        raise
+    except Exception as error:  # some scorers read the answer as what it should be, and fail on anything else
+        true = entry["answer"]
+        if given == true:
+            raise VariantError(
+                f"reward function 'reasoning_gym': the scorer of {task} fails on the true answer of a row, so that the "
+                f"row is no entry of it: {error!r}"
+            ) from error
+        if true is not None:
+            _graded(task, true, entry)
+        return 0.0
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_tuples(item) for key, item in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 @functools.cache
